@@ -1,0 +1,72 @@
+"""ALiBi models (bloom, mpt, falcon) in tree form.
+
+They add a bias that grows with the key's place in the cache. In a step that place is not the key's position, so while
+a forward runs, a hook on each block reads the model's own bias table at the keys' positions. Nothing is patched: the
+hooks are torch's, and are gone when the forward is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lookfar.masks import LayerKind, StepMasks
+
+# family → the block's argument that carries the bias
+BIAS_ARGUMENT = {"bloom": "alibi", "falcon": "alibi", "mpt": "position_bias"}
+
+
+def uses_alibi(config: Any) -> bool:
+    """Does the family bias its attention by key place?"""
+    return config.model_type in ("bloom", "mpt") or (config.model_type == "falcon" and bool(config.alibi))
+
+
+@contextmanager
+def positions_as_bias(model: PreTrainedModel, masks: StepMasks) -> Iterator[None]:
+    """While open, every block of `model` sees the step's tree instead of a straight line."""
+    argument = BIAS_ARGUMENT[model.config.model_type]
+    base = model.base_model
+    blocks = base.blocks if model.config.model_type == "mpt" else base.h
+
+    def hook(block: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        table = kwargs[argument]
+        kwargs[argument] = bias = _read_at(table, masks)
+        dtype = args[0].dtype
+        visible = masks.of(LayerKind()).to(args[0].device)
+        hidden = torch.finfo(dtype).min
+        if model.config.model_type == "mpt":
+            kwargs["attention_mask"] = ~visible
+        elif model.config.model_type == "falcon":
+            # As the model does it: the bias, scaled, is part of the mask.
+            scale = (model.config.hidden_size // model.config.num_attention_heads) ** 0.5
+            kwargs["attention_mask"] = torch.masked_fill(bias / scale, ~visible, hidden)
+        else:
+            kwargs["attention_mask"] = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
+                ~visible, hidden
+            )
+        return args, kwargs
+
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+def _read_at(table: torch.Tensor, masks: StepMasks) -> torch.Tensor:
+    """The bias table, whose last axis is the key's place, read at the keys' positions.
+
+    bloom [batch × heads, 1, keys], falcon [batch, heads, 1, keys], mpt [heads, 1, longest] (one sequence a forward).
+    """
+    positions = masks.key_positions.to(table.device)  # [batch, keys]
+    batch, keys = positions.shape
+    if table.dim() == 4:
+        return table.gather(3, positions[:, None, None].expand(*table.shape[:3], keys))
+    if table.shape[0] % batch == 0 and table.shape[-1] == keys:
+        return table.gather(2, positions.repeat_interleave(table.shape[0] // batch, 0)[:, None])
+    # mpt counts back from the end of a table as long as the longest text: its last step is the slope.
+    slope = table[..., -1:] - table[..., -2:-1]  # [heads, 1, 1]
+    return (positions - positions.max())[:, None] * slope

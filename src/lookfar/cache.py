@@ -1,0 +1,135 @@
+"""Slots of keys and values: allocated once per layer, written in place, committed in place.
+
+A slot's cell i holds the token at position i once it is committed. A step writes its rows behind the committed cells;
+`commit` moves the accepted ones to where they belong. Active sequences always occupy the first slots, so the model
+reads a plain slice and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from lookfar.errors import CapacityError
+from lookfar.tree import Ints, Plan
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's buffers, [slots, heads, cells, head_dim]; the last cell takes what padding rows write."""
+
+    is_sliding = False
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        cells = self.cache.capacity + 1
+
+        def buffer(states: torch.Tensor) -> torch.Tensor:
+            # Zeros, not empty: masked cells still enter the weighted sum, and 0 × NaN is NaN.
+            return torch.zeros(
+                self.cache.slots, states.shape[1], cells, states.shape[3], dtype=states.dtype, device=states.device
+            )
+
+        try:
+            self.keys, self.values = buffer(key_states), buffer(value_states)
+        except (RuntimeError, MemoryError) as error:
+            raise CapacityError(
+                f"There is no memory for the keys and values of {self.cache.slots} sequences of {cells} tokens: "
+                "lower max_batch, max_length or max_new_tokens."
+            ) from error
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self.cache.write(self.keys, key_states), self.cache.write(self.values, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.kv_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.kv_length - self.cache.width
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity
+
+
+class SlotCache(Cache):
+    """The keys and values of up to `slots` sequences of up to `capacity` cells each."""
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        super().__init__(layers=[])
+        self.slots = slots
+        self.capacity = capacity
+        self._slots_in_step = slice(0, 0)
+        self._offset: int | None = None  # where all rows of the step go, if it is one place for all sequences
+        self._cells: Ints = np.zeros((0, 0), np.int64)  # [batch, rows] otherwise
+        self._cells_on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.kv_length = 0
+        self.width = 0
+
+    def begin(self, plan: Plan) -> None:
+        """Say where the rows of the coming forward go."""
+        self._slots_in_step = slice(plan.first_slot, plan.first_slot + plan.batch)
+        self.kv_length, self.width = plan.kv_length, plan.width
+        self._cells_on.clear()
+        uniform = plan.batch == 1 or bool((plan.cached == plan.cached[0]).all())
+        if uniform and self.kv_length <= self.capacity:
+            self._offset = int(plan.cached[0])
+            return
+        self._offset = None
+        self._cells = plan.cached[:, None] + np.arange(plan.width)
+        self._cells[np.arange(plan.width) >= plan.rows[:, None]] = self.capacity
+        # Padding may reach past the buffers; those keys are masked, so the view simply ends with them.
+        self.kv_length = min(self.kv_length, self.capacity + 1)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        while len(self.layers) <= layer_idx:
+            self.layers.append(SlotLayer(self))
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def write(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Put the step's rows ([batch, heads, rows, dim]) into a layer's buffer; return what the rows may look at."""
+        if self._offset is not None:
+            buffer[self._slots_in_step, :, self._offset : self._offset + self.width] = states
+        else:
+            if buffer.device not in self._cells_on:
+                slots = torch.arange(self._slots_in_step.start, self._slots_in_step.stop, device=buffer.device)
+                self._cells_on[buffer.device] = slots[:, None], torch.from_numpy(self._cells).to(buffer.device)
+            slots, cells = self._cells_on[buffer.device]
+            buffer[slots, :, cells] = states.transpose(1, 2)
+        return buffer[self._slots_in_step, :, : self.kv_length]
+
+    def commit(self, slot: int, start: int, rows: Ints) -> None:
+        """Move the cells `start + rows` of a slot to `start, start + 1, …`."""
+        stay = np.arange(len(rows))
+        moved = np.flatnonzero(rows != stay)
+        if not len(moved):
+            return
+        source, target = torch.from_numpy(start + rows[moved]), torch.from_numpy(start + stay[moved])
+        for layer in self.layers:
+            if layer.is_initialized:
+                for buffer in (layer.keys, layer.values):
+                    buffer[slot, :, target.to(buffer.device)] = buffer[slot, :, source.to(buffer.device)]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` cells of one slot to another."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                for buffer in (layer.keys, layer.values):
+                    buffer[target, :, :length] = buffer[source, :, :length]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held by the buffers."""
+        return sum(b.nbytes for layer in self.layers if layer.is_initialized for b in (layer.keys, layer.values))

@@ -1,0 +1,44 @@
+"""Logits → tokens, as `model.generate(do_sample=False)` does it: processors on the place's own prefix, then argmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from lookfar.tree import Ints
+
+
+def greedy(logits: torch.Tensor) -> Ints:
+    """The choice of every row, [batch, rows]; one copy from the device."""
+    # float32 even for float64 models: transformers compares the logits in float32.
+    chosen: Ints = logits.float().argmax(-1).cpu().numpy().astype(np.int64)
+    return chosen
+
+
+def greedy_after(processors: LogitsProcessorList, prefix: Seq[int], logits: torch.Tensor) -> int:
+    """The choice after `prefix` given the logits of its last row, [vocabulary]."""
+    ids = torch.tensor([prefix], device=logits.device)
+    scores = processors(ids, logits[None].to(torch.float32, copy=True))
+    return int(scores.argmax(-1))
+
+
+def own_processors(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> LogitsProcessorList | None:
+    """The processors that the model's own generation config asks for (a repetition penalty, say)."""
+    if not model.can_generate():
+        return None
+    config, _ = model._prepare_generation_config(None, do_sample=False, max_new_tokens=max_new_tokens)
+    model._prepare_special_tokens(config, device=model.device)
+    config.max_length = len(prompt) + max_new_tokens
+    if config.min_new_tokens:
+        config.min_length = len(prompt) + config.min_new_tokens
+    processors: LogitsProcessorList = model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=len(prompt),
+        encoder_input_ids=torch.tensor([prompt], device=model.device),
+        device=str(model.device),
+        model_kwargs={},
+    )
+    return processors or None

@@ -1,0 +1,103 @@
+"""`lookfar compare`: one prompt, decoded plainly and with a strategy, side by side."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from lookfar.cli import options
+from lookfar.progress import bar
+
+if TYPE_CHECKING:
+    from lookfar.lm import LM, Completion
+
+Repeats = Annotated[int, typer.Option(min=1, help="Decode this often with each, in turn; times are medians.")]
+
+
+def compare(
+    prompt: options.Prompt,
+    model: options.Model = "demo",
+    strategy: options.StrategyName = "lookahead",
+    settings: options.Settings = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    max_length: options.MaxLength = None,
+    repeats: Repeats = 1,
+    raw: options.Raw = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    as_json: options.Json = False,
+) -> None:
+    """Decode PROMPT plainly and with a strategy: are the texts identical, and which was faster?"""
+    chosen = options.strategies(strategy, settings)
+    lm = options.load_model(model, device, dtype, max_length)
+    ids = options.prompt_ids(lm, prompt, raw)
+    runs: dict[str, list[Completion]] = {"none": [], strategy: []}
+    plans: dict[str, Any] = {"none": "none", strategy: chosen}
+    # The first forward passes of a process are slow; they should not count against whoever comes first.
+    lm.generate(ids, max_new_tokens=min(4, max_new_tokens), strategy=chosen)
+    for _ in range(repeats):
+        for name, plan in plans.items():
+            with bar(f"Decoding with {name}", max_new_tokens) as advance:
+                runs[name].append(
+                    lm.generate(
+                        ids, max_new_tokens=max_new_tokens, strategy=plan, on_tokens=lambda _, n: advance(len(n))
+                    )
+                )
+    seconds = {name: median(done.stats.seconds for done in dones) for name, dones in runs.items()}
+    plain, fast = runs["none"][0], runs[strategy][0]
+    identical = all(done.token_ids == plain.token_ids for dones in runs.values() for done in dones)
+    record = {
+        "identical": identical,
+        "speed_up": seconds["none"] / seconds[strategy],
+        "first_difference": None if identical else _first_difference(plain.token_ids, fast.token_ids),
+        "plain": _as_record(plain, seconds["none"]),
+        "strategy": {"name": strategy, "settings": [repr(s) for s in chosen]} | _as_record(fast, seconds[strategy]),
+    }
+    if as_json:
+        print(json.dumps(record, ensure_ascii=False))
+    else:
+        _show(lm, record, plain, fast, strategy)
+
+
+def _as_record(done: Completion, seconds: float) -> dict[str, Any]:
+    stats = done.stats.as_dict() | {"seconds": seconds, "tokens_per_second": done.stats.tokens / seconds}
+    return {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason, "stats": stats}
+
+
+def _first_difference(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _show(lm: LM, record: dict[str, Any], plain: Completion, fast: Completion, name: str) -> None:
+    from lookfar.cli.steps import coloured
+
+    out = Console(highlight=False)
+    for title, done in (("plain decoding", plain), (name, fast)):
+        text = coloured(lm.tokenizer, done.token_ids, done.stats.step_sizes)
+        out.print(Panel(text, title=f"{title}: a colour is a step", title_align="left"))
+    table = Table("", "plain", name, box=None, header_style="bold")
+    for label, key, form in (
+        ("tokens", "tokens", "d"),
+        ("steps", "steps", "d"),
+        ("tokens per step", "tokens_per_step", ".2f"),
+        ("rows per step", "rows_per_step", ".1f"),
+        ("seconds", "seconds", ".2f"),
+        ("tokens per second", "tokens_per_second", ".1f"),
+    ):
+        table.add_row(label, *(format(record[side]["stats"][key], form) for side in ("plain", "strategy")))
+    out.print(table)
+    if record["identical"]:
+        out.print(
+            f"[bold green]Identical[/]: the same {len(plain.token_ids)} tokens, {record['speed_up']:.2f}× the speed."
+        )
+    else:
+        out.print(
+            f"[bold red]Different[/] from token {record['first_difference']} on, {record['speed_up']:.2f}× the speed."
+        )
+        out.print("In half precision a near-tie can flip when the number of rows changes; float32 shows if it is that.")

@@ -1,0 +1,69 @@
+"""What the commands share: their options, and how they say that something is wrong."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from lookfar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lookfar.config import Strategy
+    from lookfar.lm import LM
+
+Prompt = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
+Model = Annotated[str, typer.Option(help="demo, a directory of a saved model, or a hub name.")]
+StrategyName = Annotated[str, typer.Option("--strategy", help="none, jacobi, lookahead, or several joined by +.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A strategy's setting, e.g. window=7. Repeatable."),
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Stop after this many tokens.")]
+MaxLength = Annotated[int | None, typer.Option(help="The longest text, prompt included, to keep room for.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the model's chat template.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … or auto to spread the model.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16, float64 or auto.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+
+def fail(sentence: str) -> NoReturn:
+    """Say what is wrong and leave with exit code 2."""
+    Console(stderr=True).print(f"[bold red]Error:[/] {_escape(sentence)}", soft_wrap=True, highlight=False)
+    sys.exit(2)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def strategies(name: str, settings: list[str] | None) -> tuple[Strategy, ...]:
+    """The strategies that `--strategy` and `--set` describe."""
+    from lookfar.config import parse_strategy
+
+    pairs = {}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set takes key=value, not {setting!r}.")
+        pairs[key.strip()] = value.strip()
+    return parse_strategy(name, pairs)
+
+
+def load_model(name: str, device: str | None, dtype: str | None, max_length: int | None) -> LM:
+    """Load a model for a command."""
+    from lookfar.loading import load
+
+    return load(name, device=device, dtype=dtype, max_batch=1, max_length=max_length)
+
+
+def prompt_ids(lm: LM, prompt: str, raw: bool) -> list[int]:
+    """The ids of a prompt: a user's message where the model has a chat template, the plain text otherwise."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not raw and text.strip() and getattr(lm.tokenizer, "chat_template", None):
+        return lm.chat_ids([{"role": "user", "content": text}])
+    return lm.encode(text)

@@ -1,0 +1,180 @@
+"""The public face: text at the edges, token ids inside."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lookfar.choose import own_processors
+from lookfar.config import StrategySpec, parse_strategy
+from lookfar.engine import Engine, OnTokens
+from lookfar.errors import ModelError, RequestError
+from lookfar.fallback import decode_plainly
+from lookfar.model import BoundModel
+from lookfar.probe import verifies_trees
+from lookfar.sequence import FinishReason, Request, Sequence
+from lookfar.stats import Stats
+
+Prompt = str | Seq[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came out of one prompt."""
+
+    text: str  # without special tokens; empty when there is no tokenizer
+    token_ids: list[int]  # as `model.generate` returns them, the stop token included
+    finish_reason: FinishReason  # "stop" at a stop token, "length" at max_new_tokens
+    stats: Stats
+
+
+class LM:
+    """A causal language model that decodes in fewer steps and returns what `model.generate` returns."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        strategy: StrategySpec = "lookahead",
+        max_batch: int = 8,
+        max_length: int | None = None,
+        prefill_rows: int = 512,
+    ) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise ModelError(
+                f"LM takes a transformers model, not {type(model).__name__}: use lookfar.load for names and paths."
+            )
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.strategy = parse_strategy(strategy)
+        bound = BoundModel(model)
+        if bound.support.trees and not _is_stock(model) and not verifies_trees(bound):
+            reason = "its code does not follow the mask, positions and cache it is given"
+            bound.support = replace(bound.support, reason=reason)
+        self.engine = Engine(bound, max_batch, max_length, prefill_rows)
+        self._warned = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.model.device
+
+    @overload
+    def generate(self, prompt: str | list[int], **options: Any) -> Completion: ...
+    @overload
+    def generate(self, prompt: list[str] | list[list[int]], **options: Any) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int = 128,
+        strategy: StrategySpec = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Completion | list[Completion]:
+        """Decode one prompt (text or token ids), or a list of them, greedily.
+
+        `strategy` replaces the one given when the LM was made. `on_tokens(sequence, tokens)` is called after each
+        step that gave a sequence new tokens.
+        """
+        prompts, single = _as_prompts(prompt)
+        strategies = self.strategy if strategy is None else parse_strategy(strategy)
+        requests = [self._request(self.encode(p), max_new_tokens, strategies) for p in prompts]
+        completions = [self._completion(sequence) for sequence in self._run(requests, on_tokens)]
+        return completions[0] if single else completions
+
+    def chat(self, messages: Seq[Mapping[str, str]], **options: Any) -> Completion:
+        """Answer a conversation, formatted with the tokenizer's chat template. Options as for `generate`."""
+        return self.generate(self.chat_ids(messages), **options)
+
+    def chat_ids(self, messages: Seq[Mapping[str, str]]) -> list[int]:
+        """The token ids of a conversation, ready for the model's answer."""
+        if self.tokenizer is None:
+            raise RequestError("chat needs a tokenizer: pass one to lookfar.LM(model, tokenizer).")
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError("This tokenizer has no chat template: use generate with a plain prompt.")
+        if not messages or not all("role" in message and "content" in message for message in messages):
+            raise RequestError('chat takes a list of messages like {"role": "user", "content": "Hello"}.')
+        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, checked."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "A text prompt needs a tokenizer: pass one to lookfar.LM(model, tokenizer), or give token ids."
+                )
+            prompt = self.tokenizer(prompt).input_ids
+        ids = [int(token) for token in prompt]
+        if not ids:
+            raise RequestError("The prompt is empty: give at least one token.")
+        vocab_size = self.engine.model.vocab_size
+        if bad := [token for token in ids if not 0 <= token < vocab_size]:
+            raise RequestError(f"Token id {bad[0]} is outside the vocabulary: ids go from 0 to {vocab_size - 1}.")
+        return ids
+
+    def _request(self, ids: list[int], max_new_tokens: int, strategies: tuple[Any, ...]) -> Request:
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}.")
+        stop = self.model.generation_config.eos_token_id if self.model.can_generate() else None
+        stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
+        request = Request(ids, max_new_tokens, stop_ids, strategies)
+        self.engine.check(request)
+        if self.engine.can_draft(request):
+            return replace(request, processors=own_processors(self.model, ids, max_new_tokens))
+        return request
+
+    def _run(self, requests: list[Request], on_tokens: OnTokens | None) -> list[Sequence]:
+        """Decode with the engine what it can take, and the rest plainly with transformers."""
+        plain = {i: request for i, request in enumerate(requests) if not self.engine.can_draft(request)}
+        ours = [i for i in range(len(requests)) if i not in plain]
+        done = dict(zip(ours, self.engine.run([requests[i] for i in ours], on_tokens), strict=True)) if ours else {}
+        for i, request in plain.items():
+            if request.strategies:
+                self._warn(request)
+            done[i] = decode_plainly(self.model, replace(request, strategies=()), i, on_tokens)
+        return [done[i] for i in range(len(requests))]
+
+    def _warn(self, request: Request) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        support = self.engine.model.support
+        why = support.reason or (
+            f"{request.length} tokens reach past {support.tree_limit}, where its rotary scaling begins to follow the length"
+        )
+        warnings.warn(f"{support.model_type} decodes plainly, without guesses: {why}.", stacklevel=4)
+
+    def _completion(self, sequence: Sequence) -> Completion:
+        output = sequence.output
+        text = self.tokenizer.decode(output, skip_special_tokens=True) if self.tokenizer is not None else ""
+        assert sequence.finish_reason is not None
+        return Completion(str(text), output, sequence.finish_reason, sequence.stats)
+
+
+def _as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
+    """A prompt or a list of prompts → a list, and whether it was one."""
+    if isinstance(prompt, str):
+        return [prompt], True
+    try:
+        items = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+    except TypeError:
+        raise RequestError(
+            f"A prompt is a text, a list of token ids, or a list of those, not {type(prompt).__name__}."
+        ) from None
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        return [items], True
+    if all(isinstance(item, (str, list, tuple)) for item in items):
+        return items, False
+    raise RequestError("A list of prompts holds texts or lists of token ids, and nothing else.")
+
+
+def _is_stock(model: PreTrainedModel) -> bool:
+    return type(model).__module__.startswith("transformers.")

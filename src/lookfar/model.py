@@ -1,0 +1,102 @@
+"""Binds an unmodified transformers model to `forward(plan, cache)`: a mask, positions and a cache, nothing patched."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lookfar.alibi import positions_as_bias
+from lookfar.cache import SlotCache
+from lookfar.masks import StepMasks
+from lookfar.support import Support, examine
+from lookfar.tree import Plan
+
+
+class BoundModel:
+    """A causal language model that takes plans."""
+
+    def __init__(self, model: PreTrainedModel, support: Support | None = None) -> None:
+        self.model = model
+        self.support = support or examine(model.config, type(model))
+        self._takes = set(inspect.signature(model.forward).parameters)
+        self._attention = _mask_attention(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go; with `device_map` the place of the embeddings."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def forward(self, plan: Plan, cache: SlotCache) -> torch.Tensor:
+        """Run a step. Returns the logits of the plan's kept rows, [batch, kept, vocabulary]."""
+        if self.support.one_by_one and plan.batch > 1:
+            alone = [
+                Plan([one], plan.first_slot + i, kept=np.minimum(plan.kept, len(one) - 1))
+                for i, one in enumerate(plan.sequences)
+            ]
+            return torch.cat([self.forward(single, cache) for single in alone])
+        cache.begin(plan)
+        masks = StepMasks(plan, cache.kv_length, self.device)
+        positions = masks.query_positions
+        if self.support.max_positions is not None:
+            # Only riders can point past the last position, and what they bring there is never used.
+            positions = positions.clamp(max=self.support.max_positions - 1)
+        kept = torch.from_numpy(plan.kept).to(self.device)
+        arguments: dict[str, Any] = {"attention_mask": self._masks_as_argument(masks), "position_ids": positions}
+        arguments |= {"logits_to_keep": kept if len(kept) else 1}
+        arguments = {name: value for name, value in arguments.items() if name in self._takes}
+        with torch.no_grad(), self._attention_in_step(), self._blocks_in_step(masks):
+            logits: torch.Tensor = self.model(
+                input_ids=torch.from_numpy(plan.tokens).to(self.device),
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **arguments,
+            ).logits
+        return logits if "logits_to_keep" in arguments else logits[:, kept.to(logits.device)]
+
+    def _masks_as_argument(self, masks: StepMasks) -> Any:
+        if self.support.alibi:
+            return None  # the block hooks bring it
+        made = {name: self._to_argument(masks.of(kind)) for name, kind in self.support.kinds.items()}
+        return made if self.support.by_layer_type else next(iter(made.values()))
+
+    def _to_argument(self, mask: torch.Tensor) -> torch.Tensor:
+        if self._attention == "sdpa":
+            return mask
+        hidden = torch.finfo(self.model.dtype).min
+        return torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill_(~mask, hidden)
+
+    def _blocks_in_step(self, masks: StepMasks) -> AbstractContextManager[None]:
+        return positions_as_bias(self.model, masks) if self.support.alibi else nullcontext()
+
+    @contextmanager
+    def _attention_in_step(self) -> Iterator[None]:
+        """Attention that takes a mask, for models loaded with one that does not (flash, flex)."""
+        config = self.model.config
+        before = config._attn_implementation
+        if before == self._attention:
+            yield
+            return
+        config._attn_implementation = self._attention
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+
+def _mask_attention(model: PreTrainedModel) -> str:
+    """The attention to run with: the model's own if it takes a dense mask."""
+    own = model.config._attn_implementation
+    if own in ("sdpa", "eager"):
+        return str(own)
+    return "sdpa" if model._supports_sdpa else "eager"

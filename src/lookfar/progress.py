@@ -1,0 +1,30 @@
+"""One way to show that something is going on: a bar on standard error that leaves nothing behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+Advance = Callable[[int], None]
+
+
+@contextmanager
+def bar(text: str, total: int | None = None, done: int = 0, unit: str = "") -> Iterator[Advance]:
+    """Show `text` while the block runs. Call what it yields with the amount done since the last call."""
+    amount = [DownloadColumn()] if unit == "bytes" else [MofNCompleteColumn()] if total is not None else []
+    columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), *amount, TimeElapsedColumn()]
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task(text, total=total, completed=done)
+        yield lambda step: progress.advance(task, step)

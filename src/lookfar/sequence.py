@@ -1,0 +1,89 @@
+"""One request on its way: its ids, how much of them is cached, when it stops, what it cost. Token ids only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from lookfar.config import Strategy
+from lookfar.drafters.base import Drafter
+from lookfar.stats import Stats
+from lookfar.tree import Ints
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessorList
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to decode. `processors` change the logits of a place given the ids before it, as in transformers."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    strategies: tuple[Strategy, ...] = ()
+    processors: LogitsProcessorList | None = None
+
+    @property
+    def length(self) -> int:
+        """The most tokens the request can come to."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def extra_rows(self) -> int:
+        """The most rows its drafters add to one step."""
+        return sum(strategy.max_rows for strategy in self.strategies)
+
+
+@dataclass
+class Sequence:
+    """A request that has a slot."""
+
+    request: Request
+    index: int  # its place among the requests of one call
+    ids: list[int] = field(init=False)
+    cached: int = 0
+    finish_reason: FinishReason | None = None
+    drafters: list[Drafter] = field(init=False)
+    stats: Stats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.request.prompt)
+        self.drafters = [strategy.start(self.request.prompt) for strategy in self.request.strategies]
+        self.stats = Stats(prompt_tokens=len(self.ids))
+        self._started = perf_counter()
+
+    @property
+    def output(self) -> list[int]:
+        return self.ids[len(self.request.prompt) :]
+
+    @property
+    def remaining(self) -> int:
+        return self.request.length - len(self.ids)
+
+    @property
+    def uncached(self) -> int:
+        return len(self.ids) - self.cached
+
+    def chain(self, longest: int) -> Ints:
+        """The next known tokens to feed; the last of all is the root."""
+        return np.array(self.ids[self.cached : self.cached + longest], dtype=np.int64)
+
+    def append(self, tokens: list[int]) -> list[int]:
+        """Take a step's tokens up to the first stop; returns those that were taken."""
+        taken = tokens[: self.remaining]
+        for i, token in enumerate(taken):
+            if token in self.request.stop_ids:
+                taken, self.finish_reason = taken[: i + 1], "stop"
+                break
+        self.ids += taken
+        if self.finish_reason is None and self.remaining == 0:
+            self.finish_reason = "length"
+        self.stats.step_sizes.append(len(taken))
+        self.stats.seconds = perf_counter() - self._started
+        return taken

@@ -1,0 +1,92 @@
+"""Counts of a run; every ratio is derived from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class DrafterStats:
+    """How many tree nodes a drafter was the first to propose, and how many of them were accepted."""
+
+    proposed: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class Stats:
+    """What a request (or several, added up) cost and gave."""
+
+    step_sizes: list[int] = field(default_factory=list)  # tokens that came out of each step
+    rows: int = 0  # rows of those steps: root, draft tree and riders
+    prompt_tokens: int = 0
+    seconds: float = 0.0  # from the start of the request's prompt to its last token
+    drafters: dict[str, DrafterStats] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.step_sizes)
+
+    @property
+    def steps(self) -> int:
+        """Forward passes that gave tokens; passes that only read a piece of a long prompt are not among them."""
+        return len(self.step_sizes)
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def rows_per_step(self) -> float:
+        return self.rows / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def drafter(self, name: str) -> DrafterStats:
+        return self.drafters.setdefault(name, DrafterStats())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "tokens_per_step": self.tokens_per_step,
+            "rows": self.rows,
+            "rows_per_step": self.rows_per_step,
+            "prompt_tokens": self.prompt_tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "step_sizes": self.step_sizes,
+            "drafters": {n: {"proposed": d.proposed, "accepted": d.accepted} for n, d in self.drafters.items()},
+        }
+
+
+def add_up(parts: Iterable[Stats]) -> Stats:
+    """One record for several requests. `seconds` are added too, so for a batch they are not wall-clock time."""
+    total = Stats()
+    for part in parts:
+        total.step_sizes += part.step_sizes
+        total.rows += part.rows
+        total.prompt_tokens += part.prompt_tokens
+        total.seconds += part.seconds
+        for name, counts in part.drafters.items():
+            total.drafter(name).proposed += counts.proposed
+            total.drafter(name).accepted += counts.accepted
+    return total
+
+
+def is_natural(output: Seq[int], gram: int = 16, share: float = 0.15) -> bool:
+    """Is an output free of loops? Fewer than 15 % of its tokens complete a 16-gram that it already contained.
+
+    Small models fall into loops, which any drafter predicts; figures are therefore given with and without them.
+    """
+    seen: set[tuple[int, ...]] = set()
+    repeats = 0
+    for end in range(gram, len(output) + 1):
+        window = tuple(output[end - gram : end])
+        repeats += window in seen
+        seen.add(window)
+    return repeats < share * max(len(output), 1)

@@ -1,0 +1,148 @@
+"""What lookfar will do with a model, and why: read from its config and class, never from its weights."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from lookfar.alibi import uses_alibi
+from lookfar.errors import ModelError
+from lookfar.masks import LayerKind
+
+# Families whose attention goes by the place in the cache, whatever mask and positions say.
+BY_PLACE = {
+    "gpt_neo": "its local layers measure distance by the place in the cache",
+    "doge": "its attention picks the keys to keep by a rule of its own",
+    "blt": "its patches depend on the tokens around them",
+}
+MASK_FUNCTION = {"window": "create_sliding_window_causal_mask", "chunk": "create_chunked_causal_mask"}
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+@dataclass(frozen=True)
+class Support:
+    """The verdict on one model. `reason` is empty when trees can be verified."""
+
+    model_type: str
+    reason: str = ""
+    kinds: dict[str, LayerKind] = field(default_factory=dict)  # layer type → how far it looks back
+    by_layer_type: bool = False  # the model takes one mask per layer type
+    alibi: bool = False
+    one_by_one: bool = False  # a forward takes one sequence only
+    max_positions: int | None = None  # None: no limit
+    tree_limit: int | None = None  # trees are exact up to this length; longer requests decode plainly
+
+    @property
+    def trees(self) -> bool:
+        """Can guesses be verified with this model?"""
+        return not self.reason
+
+
+def examine(config: PreTrainedConfig, model_class: type | None = None) -> Support:
+    """Say what can be done with a model of this config; raises `ModelError` if it is no causal language model."""
+    text = config.get_text_config(decoder=True)
+    model_class = model_class or causal_class(config)
+    if config.is_encoder_decoder or text.is_encoder_decoder:
+        raise ModelError(f"{config.model_type} is an encoder-decoder model, and lookfar decodes causal models only.")
+    by_layer_type, kinds = _layer_kinds(text)
+    facts: dict[str, Any] = {
+        "kinds": kinds,
+        "by_layer_type": by_layer_type,
+        "alibi": uses_alibi(text),
+        "one_by_one": text.model_type == "mpt",
+        "max_positions": _max_positions(text),
+        "tree_limit": _tree_limit(text),
+    }
+    return Support(config.model_type, reason=_why_not(config, text, model_class), **facts)
+
+
+def causal_class(config: PreTrainedConfig) -> type:
+    """The class transformers would load for this config."""
+    auto_map = getattr(config, "auto_map", None) or {}
+    if "AutoModelForCausalLM" in auto_map:
+        raise ModelError(
+            f"{config.model_type} brings its own code: load it with transformers and pass it to lookfar.LM(model, tokenizer)."
+        )
+    try:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise ModelError(
+            f"transformers has no causal language model for {config.model_type!r}: give a text-generation model."
+        ) from None
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _why_not(config: PreTrainedConfig, text: PreTrainedConfig, model_class: type) -> str:
+    """Why trees cannot be verified; empty if they can."""
+    for model_type in (config.model_type, text.model_type):
+        if model_type in BY_PLACE:
+            return BY_PLACE[model_type]
+    if getattr(model_class, "_is_stateful", False):
+        return "its recurrent state cannot be rolled back to a branch of a tree"
+    for layer in DynamicCache(config=config).layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"its cache has layers of the kind {type(layer).__name__}, which cannot be rolled back to a branch"
+    others = set(getattr(text, "layer_types", None) or ()) - set(LAYER_TYPES)
+    if others:
+        return f"it has layers of the type {min(others)}, which are not plain attention"
+    if unmasked := _unmasked(text, model_class):
+        return f"its config names a {unmasked} that its attention does not follow"
+    parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    if "past_key_values" not in parameters:
+        return "it keeps no keys and values between steps"
+    if "position_ids" not in parameters and not uses_alibi(text):
+        return "its positions cannot be given from outside"
+    return ""
+
+
+def _layer_kinds(text: PreTrainedConfig) -> tuple[bool, dict[str, LayerKind]]:
+    """The masks a model wants, by the rule transformers uses when it prepares them ahead of a compiled forward."""
+    window = getattr(text, "sliding_window", None)
+    chunk = getattr(text, "attention_chunk_size", None)
+    of_type = {"sliding_attention": LayerKind(window=window), "chunked_attention": LayerKind(chunk=chunk)}
+    layer_types = getattr(text, "layer_types", None)
+    if layer_types is not None:
+        return True, {name: of_type.get(name, LayerKind()) for name in sorted(set(layer_types))}
+    if window is not None:
+        return False, {"sliding_attention": of_type["sliding_attention"]}
+    if chunk is not None:
+        return False, {"chunked_attention": of_type["chunked_attention"]}
+    return False, {"full_attention": LayerKind()}
+
+
+def _unmasked(text: PreTrainedConfig, model_class: type) -> LayerKind | None:
+    """A kind of layer that the config speaks of but whose mask the model's code never makes."""
+    code = sys.modules[model_class.__module__]
+    if not model_class.__module__.startswith("transformers."):
+        return None  # someone's own code: the probe decides
+    for kind in _layer_kinds(text)[1].values():
+        for attribute, function in MASK_FUNCTION.items():
+            if getattr(kind, attribute) is not None and not hasattr(code, function):
+                return kind
+    return None
+
+
+def _max_positions(text: PreTrainedConfig) -> int | None:
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _tree_limit(text: PreTrainedConfig) -> int | None:
+    """Rotary scaling that follows the longest position of a forward is exact only while it is not yet at work."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    per_layer = [v for v in rope.values() if isinstance(v, dict)] or [rope]
+    limits = [
+        parameters.get("original_max_position_embeddings") or _max_positions(text)
+        for parameters in per_layer
+        if parameters.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min((limit for limit in limits if limit), default=None)
