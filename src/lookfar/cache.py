@@ -96,7 +96,8 @@ class SlotCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         while len(self.layers) <= layer_idx:
             self.layers.append(SlotLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
+        layer: SlotLayer = self.layers[layer_idx]
+        return layer.update(key_states, value_states)
 
     def write(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Put the step's rows ([batch, heads, rows, dim]) into a layer's buffer; return what the rows may look at."""

@@ -98,10 +98,7 @@ def parse_strategy(spec: StrategySpec, settings: Mapping[str, str] | None = None
     `settings` are `key=value` texts as the command line takes them: `window=7`, or `lookahead.window=7`
     where two strategies share a key.
     """
-    if spec is None or isinstance(spec, (str, Strategy)):
-        parts: list[str | Strategy] = [spec or "none"]
-    else:
-        parts = list(spec)
+    parts = list(spec) if isinstance(spec, Iterable) and not isinstance(spec, str) else [spec or "none"]
     strategies: list[Strategy] = []
     for part in parts:
         if isinstance(part, Strategy):
@@ -110,7 +107,7 @@ def parse_strategy(spec: StrategySpec, settings: Mapping[str, str] | None = None
             strategies += [_named(name.strip()) for name in part.split("+") if name.strip() != "none"]
         else:
             raise ConfigError(
-                f"strategy takes a name ({', '.join(NAMES)}), names joined by +, or objects, not {part!r}."
+                f"strategy takes a name ({', '.join(NAMES)}), names joined by +, or strategy objects, not {part!r}."
             )
     names = [strategy.name for strategy in strategies]
     if len(set(names)) < len(names):

@@ -1,4 +1,4 @@
-"""Models and requests that lookfar cannot speed up: transformers decodes them, so the tokens are right by definition."""
+"""What lookfar cannot speed up, transformers decodes: those tokens are right by definition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lookfar.sequence import Request, Sequence
 OnTokens = Callable[[Sequence, list[int]], None]
 
 
-class _Follow(BaseStreamer):  # type: ignore[misc]
+class _Follow(BaseStreamer):
     """Keeps the sequence in step with what `generate` emits."""
 
     def __init__(self, sequence: Sequence, on_tokens: OnTokens | None) -> None:

@@ -65,9 +65,23 @@ class LM:
         return self.engine.model.device
 
     @overload
-    def generate(self, prompt: str | list[int], **options: Any) -> Completion: ...
+    def generate(
+        self,
+        prompt: str | list[int],
+        *,
+        max_new_tokens: int = ...,
+        strategy: StrategySpec = ...,
+        on_tokens: OnTokens | None = ...,
+    ) -> Completion: ...
     @overload
-    def generate(self, prompt: list[str] | list[list[int]], **options: Any) -> list[Completion]: ...
+    def generate(
+        self,
+        prompt: list[str] | list[list[int]],
+        *,
+        max_new_tokens: int = ...,
+        strategy: StrategySpec = ...,
+        on_tokens: OnTokens | None = ...,
+    ) -> list[Completion]: ...
 
     def generate(
         self,
@@ -101,18 +115,19 @@ class LM:
         if not messages or not all("role" in message and "content" in message for message in messages):
             raise RequestError('chat takes a list of messages like {"role": "user", "content": "Hello"}.')
         text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        return ids
+        return _ids_of(self.tokenizer(text, add_special_tokens=False))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, checked."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
-                    "A text prompt needs a tokenizer: pass one to lookfar.LM(model, tokenizer), or give token ids."
+                    "A text prompt needs a tokenizer: pass one to LM(model, tokenizer), or give token ids."
                 )
-            prompt = self.tokenizer(prompt).input_ids
-        ids = [int(token) for token in prompt]
+            prompt = _ids_of(self.tokenizer(prompt))
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+            raise RequestError("A list of token ids holds whole numbers and nothing else.")
+        ids = list(prompt)
         if not ids:
             raise RequestError("The prompt is empty: give at least one token.")
         vocab_size = self.engine.model.vocab_size
@@ -148,7 +163,7 @@ class LM:
         self._warned = True
         support = self.engine.model.support
         why = support.reason or (
-            f"{request.length} tokens reach past {support.tree_limit}, where its rotary scaling begins to follow the length"
+            f"{request.length} tokens reach past {support.tree_limit}, where its rotary scaling sets in"
         )
         warnings.warn(f"{support.model_type} decodes plainly, without guesses: {why}.", stacklevel=4)
 
@@ -174,6 +189,11 @@ def _as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
     if all(isinstance(item, (str, list, tuple)) for item in items):
         return items, False
     raise RequestError("A list of prompts holds texts or lists of token ids, and nothing else.")
+
+
+def _ids_of(encoded: Any) -> list[int]:
+    ids: list[int] = encoded.input_ids
+    return ids
 
 
 def _is_stock(model: PreTrainedModel) -> bool:

@@ -30,7 +30,10 @@ class BoundModel:
     @property
     def device(self) -> torch.device:
         """Where token ids go; with `device_map` the place of the embeddings."""
-        return self.model.get_input_embeddings().weight.device
+        place: torch.device = self.model.get_input_embeddings().weight.device
+        if place.type == "meta":  # offloaded by accelerate, which says where it will be run
+            return torch.device(self.model.get_input_embeddings()._hf_hook.execution_device)
+        return place
 
     @property
     def vocab_size(self) -> int:

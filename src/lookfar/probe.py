@@ -14,7 +14,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # anything coarser: 0.1
 
 
 def verifies_trees(bound: BoundModel) -> bool:
-    """Compare the logits along a branch that lies behind a wrong one with those of the same tokens in a straight line."""
+    """Compare the logits along a branch that lies behind a wrong one with those of the same tokens alone."""
     tokens = np.random.default_rng(0).integers(0, bound.vocab_size, PROMPT + 2 * BRANCH).tolist()
     prompt, wrong, right = tokens[:PROMPT], tokens[PROMPT : PROMPT + BRANCH], tokens[PROMPT + BRANCH :]
     try:

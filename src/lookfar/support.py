@@ -67,7 +67,8 @@ def causal_class(config: PreTrainedConfig) -> type:
     auto_map = getattr(config, "auto_map", None) or {}
     if "AutoModelForCausalLM" in auto_map:
         raise ModelError(
-            f"{config.model_type} brings its own code: load it with transformers and pass it to lookfar.LM(model, tokenizer)."
+            f"{config.model_type} brings its own code: "
+            "load it with transformers and pass it to lookfar.LM(model, tokenizer)."
         )
     try:
         found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -75,7 +76,8 @@ def causal_class(config: PreTrainedConfig) -> type:
         raise ModelError(
             f"transformers has no causal language model for {config.model_type!r}: give a text-generation model."
         ) from None
-    return found[0] if isinstance(found, tuple) else found
+    causal: type = found[0] if isinstance(found, tuple) else found
+    return causal
 
 
 def _why_not(config: PreTrainedConfig, text: PreTrainedConfig, model_class: type) -> str:

@@ -23,7 +23,9 @@ class Walk:
 
 def walk(tree: TokenTree, choose: Callable[[int, list[int]], int]) -> Walk:
     """Walk a tree; `choose(node, tokens)` is the model's choice after a node that was reached over `tokens`."""
-    node, nodes, tokens = ROOT, [], []
+    node = ROOT
+    nodes: list[int] = []
+    tokens: list[int] = []
     while True:
         token = choose(node, tokens)
         tokens.append(token)

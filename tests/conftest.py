@@ -1,0 +1,46 @@
+"""Tiny random models, and what transformers itself decodes with them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from families import tiny_model
+from lookfar.engine import Engine
+from lookfar.model import BoundModel
+
+transformers.logging.set_verbosity_error()
+torch.set_num_threads(2)
+
+
+def reference(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
+    """The new tokens that `model.generate` returns."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def random_prompts(*lengths: int, seed: int = 0, vocab: int = 90) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, vocab) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def engine(llama: PreTrainedModel) -> Engine:
+    return Engine(BoundModel(llama), prefill_rows=16)

@@ -1,0 +1,209 @@
+"""Tiny random models of many causal families: the smallest config of each that still has what makes it special."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+WINDOW = 8  # prompts in the tests are longer
+
+# Whatever of these a config knows is set; the rest of a config keeps its defaults.
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "sliding_window": WINDOW,
+    "attention_chunk_size": WINDOW,
+    # older names
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "n_inner": 48,
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_seq_len": 256,
+    "ffn_dim": 48,
+    "hidden_dim": 32,
+    "word_embed_proj_dim": 32,
+    "ffn_hidden_size": 48,
+    "rotary_dim": 4,
+    "embedding_size": 32,
+    "is_decoder": True,
+    # mixtures of experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_topk": 2,
+    "expert_ffn_hidden_size": 16,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "max_window_layers": 0,
+}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+HEAD = {"head_dim": 8, "num_key_value_heads": 2}
+SLIDING = {"sliding_window": WINDOW, "use_sliding_window": True}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+}
+
+# family, or family:variant → what its config needs beside SMALL
+TREES: dict[str, dict[str, Any]] = {
+    # full attention, grouped queries, rotary positions
+    "llama": {},
+    "apertus": {},
+    "arcee": {},
+    "bitnet": {},
+    "cohere": {},
+    "diffllama": {},
+    "ernie4_5": {},
+    "gemma": {},
+    "glm": {},
+    "glm4": {},
+    "granite": {},
+    "helium": {},
+    "hunyuan_v1_dense": HEAD,
+    "nanochat": {},
+    "nemotron": HEAD,
+    "olmo": {},
+    "olmo2": {},
+    "persimmon": {},
+    "phi": {},
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {},
+    # learned or other positions, older code
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_neox": {},
+    "gpt_neox_japanese": {},
+    "gptj": {},
+    "codegen": {},
+    "opt": {},
+    "biogpt": {},
+    "ctrl": {},
+    "bert-generation": {},
+    "roberta": {},
+    # ALiBi
+    "bloom": {},
+    "mpt": {},
+    "falcon:alibi": {"alibi": True},
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    # sliding windows, alone and mixed with full attention
+    "mistral": {},
+    "ministral": HEAD,
+    "phi3": SLIDING,
+    "starcoder2": SLIDING,
+    "qwen2": SLIDING | {"max_window_layers": 1},
+    "qwen3": SLIDING | {"max_window_layers": 1},
+    "cohere2": MIXED,
+    "cwm": {},
+    "exaone4": MIXED,
+    "gemma2": {},
+    "gemma3_text": MIXED,
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 96,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "altup_num_inputs": 2,
+    },
+    "modernbert-decoder": MIXED,
+    "olmo3": MIXED,
+    "vaultgemma": {},
+    # chunks
+    "llama4_text": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+    # mixtures of experts
+    "mixtral": SLIDING,
+    "aria_text": {},
+    "ernie4_5_moe": {},
+    "flex_olmo": {},
+    "glm4_moe": {},
+    "granitemoe": {},
+    "hunyuan_v1_moe": HEAD,
+    "jetmoe": {},
+    "minimax_m2": {},
+    "olmoe": {},
+    "phimoe": {},
+    "qwen2_moe": {},
+    "qwen3_moe": SLIDING,
+    # latent attention
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT,
+    "longcat_flash": LATENT,
+    "minicpm3": LATENT,
+    # attention sinks
+    "gpt_oss": {},
+    "mimo_v2_flash": {},
+}
+
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+PLAIN: dict[str, dict[str, Any]] = {
+    "mamba": {},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
+    "falcon_mamba": {},
+    "rwkv": {},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2},
+    "falcon_h1": {},
+    "qwen3_next": HYBRID,
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    "doge": {"keep_window_size": WINDOW},
+    "moshi": {},
+    "openai-gpt": {},
+}
+
+
+def tiny_model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:
+    """A random model of a family, the same one every time. It never emits a stop token by itself."""
+    torch.manual_seed(0)
+    family = name.partition(":")[0]
+    config_class = CONFIG_MAPPING[family]
+    known = config_class()
+    settings = {key: value for key, value in SMALL.items() if getattr(known, key, None) is not None}
+    if family == "falcon":
+        del settings["head_dim"]  # derived there
+    attention = changes.pop("attention", None)
+    settings |= TOKENS | TREES.get(name, {}) | PLAIN.get(name, {}) | changes
+    model = AutoModelForCausalLM.from_config(config_class(**settings), attn_implementation=attention)
+    model = model.to(dtype).eval()
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the faster ones know no float64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # wide enough that the next token depends on the whole text
+                parameter.normal_(std=0.3)
+    model.generation_config.eos_token_id = None
+    return model

@@ -1,0 +1,292 @@
+"""The loop: exact for every tree, ragged batches, prompts in pieces, stops in the middle of a step, known capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from transformers import PreTrainedModel
+
+from conftest import random_prompts, reference
+from families import tiny_model
+from lookfar.config import Jacobi, Lookahead, Strategy
+from lookfar.drafters.scripted import Scripted, ScriptedDrafter
+from lookfar.engine import Engine
+from lookfar.errors import CapacityError, ConfigError
+from lookfar.model import BoundModel
+from lookfar.sequence import Request
+
+PROMPTS = random_prompts(20, 33, 5, 1)
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def expected(llama: PreTrainedModel) -> list[list[int]]:
+    return [reference(llama, prompt, NEW) for prompt in PROMPTS]
+
+
+def told(texts: list[list[int]], depth: int) -> Strategy:
+    """A drafter that knows the next `depth` tokens."""
+
+    def script(ids: Seq[int]) -> list[list[int]]:
+        return [next(text for text in texts if text[: len(ids)] == list(ids))[len(ids) :][:depth]]
+
+    return Scripted(script)
+
+
+def texts_of(expected: list[list[int]]) -> list[list[int]]:
+    return [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+
+
+def requests(*strategies: Strategy, new: int = NEW, stop: Seq[int] = ()) -> list[Request]:
+    return [Request(prompt, new, frozenset(stop), strategies) for prompt in PROMPTS]
+
+
+def test_a_full_match_is_followed_by_a_bonus_token(engine: Engine, expected: list[list[int]]) -> None:
+    done = engine.run(requests(told(texts_of(expected), depth=3), new=NEW))
+    for sequence, tokens in zip(done, expected, strict=True):
+        assert sequence.output == tokens
+        assert sequence.stats.step_sizes == [4] * (NEW // 4)
+        assert sequence.stats.drafter("scripted").accepted == 3 * (NEW // 4)
+
+
+def test_plain_decoding_is_one_token_and_one_row_a_step(engine: Engine, expected: list[list[int]]) -> None:
+    done = engine.run(requests())
+    assert [sequence.output for sequence in done] == expected
+    assert all(sequence.stats.step_sizes == [1] * NEW for sequence in done)
+    assert all(sequence.stats.rows_per_step == 1 for sequence in done)
+
+
+def test_wrong_guesses_cost_nothing_but_rows(engine: Engine, expected: list[list[int]]) -> None:
+    nonsense = Scripted(lambda ids: [[ids[-1], ids[0]], [3, 4, 5, 6]])
+    done = engine.run(requests(nonsense))
+    assert [sequence.output for sequence in done] == expected
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> tuple[list[list[int]], int]:
+    """Random drafts: each follows the truth for a while (−1 stands for the true token) and then leaves it."""
+    right = st.lists(st.just(-1), max_size=5)
+    wrong = st.lists(st.integers(3, 89), max_size=3)
+    drafts = draw(st.lists(st.tuples(right, wrong).map(lambda parts: parts[0] + parts[1]), min_size=1, max_size=5))
+    return drafts, draw(st.integers(1, 12))
+
+
+@given(scripts(), st.sampled_from([1, 3, 16, 512]))
+@settings(max_examples=40, deadline=None)
+def test_any_tree_shape_is_exact_alone_and_in_a_batch(drawn: tuple[list[list[int]], int], prefill_rows: int) -> None:
+    shapes, rows = drawn
+    model = _model_for_property()
+    truth = [prompt + tokens for prompt, tokens in zip(PROMPTS, _expected_for_property(), strict=True)]
+
+    def script(ids: Seq[int]) -> list[list[int]]:
+        rest = next(text for text in truth if text[: len(ids)] == list(ids))[len(ids) :]
+        drafts = [[rest[i] if t == -1 and i < len(rest) else max(t, 3) for i, t in enumerate(d)] for d in shapes]
+        turn = len(ids) % len(drafts)
+        return drafts[turn:] + drafts[:turn]
+
+    engine = Engine(BoundModel(model), max_batch=3, prefill_rows=prefill_rows)
+    todo = [Request(prompt, 10, strategies=(Scripted(script, rows),)) for prompt in PROMPTS]
+    batch = engine.run(todo)
+    assert [s.output for s in batch] == [tokens[:10] for tokens in _expected_for_property()]
+    assert [engine.run([one])[0].output for one in todo] == [s.output for s in batch]
+    assert all(s.stats.rows <= s.stats.steps * (1 + rows) for s in batch)
+
+
+_cache: dict[str, object] = {}
+
+
+def _model_for_property() -> PreTrainedModel:
+    # qwen2 here: one layer with a sliding window, one without.
+    return _cache.setdefault("model", tiny_model("qwen2"))  # type: ignore[return-value]
+
+
+def _expected_for_property() -> list[list[int]]:
+    if "expected" not in _cache:
+        _cache["expected"] = [reference(_model_for_property(), prompt, 10) for prompt in PROMPTS]
+    return _cache["expected"]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("prefill_rows", [1, 2, 7, 16, 512])
+def test_prompts_in_pieces(llama: PreTrainedModel, expected: list[list[int]], prefill_rows: int) -> None:
+    engine = Engine(BoundModel(llama), prefill_rows=prefill_rows)
+    for strategy in (Jacobi(), Lookahead(window=3, ngram=3, guesses=3)):
+        assert [s.output for s in engine.run(requests(strategy))] == expected
+
+
+def test_a_piece_of_a_prompt_needs_no_logits_of_all_its_rows(llama: PreTrainedModel) -> None:
+    shapes = []
+    handle = llama.lm_head.register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape[:2])))
+    try:
+        Engine(BoundModel(llama), prefill_rows=8).run([Request(random_prompts(30)[0], 2)])
+    finally:
+        handle.remove()
+    assert shapes == [(1, 1)] * 5  # three pieces, the rest of the prompt with the first token, the second token
+
+
+def test_window_rows_below_the_top_need_no_logits(llama: PreTrainedModel) -> None:
+    rows = []
+    handle = llama.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
+    try:
+        Engine(BoundModel(llama)).run([Request(PROMPTS[0], 12, strategies=(Lookahead(4, 4, 0),))])
+    finally:
+        handle.remove()
+    # Warm-up: the root and level 0, then the top of a growing window; afterwards the root and the top level.
+    # The last step emits the last token, so nothing rides along.
+    assert rows == [6, 6, *[5] * 9, 1]
+
+
+def test_more_requests_than_slots_and_rows_that_finish_early(llama: PreTrainedModel) -> None:
+    prompts = random_prompts(4, 30, 2, 17, 9, 25, 3, 11)
+    lengths = [3, 20, 9, 1, 15, 6, 12, 2]
+    engine = Engine(BoundModel(llama), max_batch=3, prefill_rows=16)
+    todo = [
+        Request(prompt, new, strategies=(Lookahead(3, 3, 3),)) for prompt, new in zip(prompts, lengths, strict=True)
+    ]
+    widths = []
+    forward = engine.model.forward
+    engine.model.forward = lambda plan, cache: widths.append(plan.batch) or forward(plan, cache)  # type: ignore
+    done = engine.run(todo)
+    assert [s.output for s in done] == [reference(llama, p, n) for p, n in zip(prompts, lengths, strict=True)]
+    assert max(widths) == 3
+    assert widths[-1] == 1  # whoever is done leaves the step
+    assert engine.active == []
+
+
+def test_a_stop_token_in_the_middle_of_a_step_ends_everything_there(engine: Engine, expected: list[list[int]]) -> None:
+    tokens = expected[0]
+    stop = tokens[9]
+    cut = tokens[: tokens.index(stop) + 1]
+    seen: list[int] = []
+    request = Request(PROMPTS[0], NEW, frozenset([stop, 95]), (told(texts_of(expected), depth=7),))
+    done = engine.run([request], on_tokens=lambda sequence, new: seen.extend(new))[0]
+    assert done.output == cut == seen
+    assert done.finish_reason == "stop"
+    assert done.stats.tokens == len(cut)
+
+
+def test_nothing_is_emitted_past_max_new_tokens(engine: Engine, expected: list[list[int]]) -> None:
+    for new in (1, 2, 5):
+        done = engine.run(requests(told(texts_of(expected), depth=9), new=new))
+        assert [s.output for s in done] == [tokens[:new] for tokens in expected]
+        assert all(s.finish_reason == "length" and s.stats.steps == 1 for s in done)
+
+
+def test_drafters_see_what_happened(engine: Engine, expected: list[list[int]]) -> None:
+    kept: list[ScriptedDrafter] = []
+
+    class Watched(Scripted):
+        def start(self, prompt: list[int]) -> ScriptedDrafter:
+            kept.append(super().start(prompt))
+            return kept[-1]
+
+    truth = expected[0]
+
+    def script(ids: Seq[int]) -> list[list[int]]:
+        done = len(ids) - len(PROMPTS[0])
+        return [[truth[done], (truth[done + 1] + 1) % 90]]
+
+    done = engine.run([Request(PROMPTS[0], 12, strategies=(Watched(script),))])[0]
+    assert done.output == truth[:12]
+    outcomes = kept[0].seen
+    assert [o.emitted for o in outcomes] == [truth[i : i + 2] for i in range(0, 10, 2)]
+    for i, outcome in enumerate(outcomes):
+        start = 2 * i
+        assert outcome.along([truth[start]]) == truth[start : start + 2]
+        assert outcome.along([(truth[start] + 1) % 90]) == truth[start : start + 1]
+
+
+def test_several_strategies_share_one_tree(engine: Engine, expected: list[list[int]]) -> None:
+    both = (Jacobi(block=3), Lookahead(window=3, ngram=3, guesses=2), told(texts_of(expected), depth=2))
+    done = engine.run(requests(*both))
+    assert [s.output for s in done] == expected
+    assert all(s.stats.tokens_per_step > 2 for s in done)
+    assert set(done[0].stats.drafters) == {"jacobi", "lookahead", "scripted"}
+
+
+def test_processors_see_every_nodes_own_prefix(llama: PreTrainedModel) -> None:
+    from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+    llama.generation_config.repetition_penalty = 1.8
+    try:
+        truth = [reference(llama, prompt, NEW) for prompt in PROMPTS]
+    finally:
+        llama.generation_config.repetition_penalty = None
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.8)])
+    drafter = told([prompt + tokens for prompt, tokens in zip(PROMPTS, truth, strict=True)], depth=5)
+    todo = [Request(prompt, NEW, strategies=(drafter,), processors=processors) for prompt in PROMPTS]
+    done = Engine(BoundModel(llama)).run(todo)
+    assert [s.output for s in done] == truth
+    assert all(s.stats.step_sizes == [6] * 4 for s in done)
+
+
+def test_capacity_is_known_before_decoding(llama: PreTrainedModel) -> None:
+    engine = Engine(BoundModel(llama), max_length=50)
+    calls = []
+    engine.model.forward = lambda plan, cache: calls.append(plan)  # type: ignore
+    with pytest.raises(
+        CapacityError, match=r"20 tokens and max_new_tokens is 31: 51 do not fit in 50.*raise max_length"
+    ):
+        engine.run([Request(PROMPTS[2], 4), Request(PROMPTS[0], 31)])
+    assert not calls
+    with pytest.raises(CapacityError, match=r"257 do not fit in 256, .*the longest text this model can position"):
+        Engine(BoundModel(llama)).run([Request(PROMPTS[3], 256)])
+
+
+def test_the_whole_length_can_be_used() -> None:
+    """Window rows reach past the last learned position; that must neither fail nor change a token."""
+    model = tiny_model("gpt2", n_positions=40)
+    engine = Engine(BoundModel(model))
+    done = engine.run([Request(PROMPTS[0], 20, strategies=(Lookahead(6, 5, 4),)), Request(PROMPTS[2], 35)])
+    assert [s.output for s in done] == [reference(model, PROMPTS[0], 20), reference(model, PROMPTS[2], 35)]
+
+
+def test_the_cache_grows_with_what_is_asked_and_is_reused(engine: Engine) -> None:
+    engine.run([Request(PROMPTS[0], 4)])
+    first = engine.cache
+    assert (first.slots, first.capacity) == (1, 64)
+    engine.run([Request(PROMPTS[2], 4)])
+    assert engine.cache is first
+    engine.run(requests(new=100))
+    assert (engine.cache.slots, engine.cache.capacity) == (4, 192)
+
+
+def test_an_error_in_a_callback_leaves_the_engine_usable(engine: Engine, expected: list[list[int]]) -> None:
+    def broken(sequence: object, tokens: list[int]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(requests(), on_tokens=broken)
+    assert engine.active == []
+    assert [s.output for s in engine.run(requests())] == expected
+
+
+def test_no_memory_is_one_sentence(llama: PreTrainedModel) -> None:
+    model = tiny_model("llama", max_position_embeddings=10**15)
+    with pytest.raises(CapacityError, match="There is no memory for the keys and values of 1 sequences"):
+        Engine(BoundModel(model)).run([Request(PROMPTS[0], 10**14)])
+
+
+@pytest.mark.parametrize("bad", [{"max_batch": 0}, {"max_length": -1}, {"prefill_rows": 0}, {"max_batch": 1.5}])
+def test_bad_limits_are_refused(llama: PreTrainedModel, bad: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="must be a whole number of at least 1"):
+        Engine(BoundModel(llama), **bad)
+
+
+def test_float32_and_the_fast_experts() -> None:
+    model = tiny_model("mixtral", dtype=torch.float32)
+    truth = [reference(model, prompt, NEW) for prompt in PROMPTS]
+    done = Engine(BoundModel(model)).run(requests(Lookahead(3, 3, 3)))
+    assert [s.output for s in done] == truth
+
+
+def test_the_users_model_is_left_as_it_was(llama: PreTrainedModel, engine: Engine) -> None:
+    before = dict(vars(llama.config))
+    engine.run(requests(Lookahead(3, 3, 3)))
+    assert dict(vars(llama.config)) == before
+    assert not any(module._forward_pre_hooks for module in llama.modules())
+    loss = llama(torch.tensor([PROMPTS[0]]), labels=torch.tensor([PROMPTS[0]])).loss
+    loss.backward()  # nothing inside became an inference tensor
+    llama.zero_grad()

@@ -1,0 +1,130 @@
+"""Any model, unpatched: every family gives the tokens of its own `generate`, alone and in a ragged batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+
+import pytest
+import torch
+
+import lookfar
+from conftest import random_prompts, reference
+from families import PLAIN, TREES, WINDOW, tiny_model
+from lookfar.config import Jacobi, Lookahead, Strategy
+from lookfar.drafters.scripted import Scripted
+from lookfar.support import examine
+
+PROMPTS = random_prompts(3 * WINDOW, 4 * WINDOW + 1, 5)  # two of them longer than any window
+NEW = 20
+
+
+def oracle(texts: list[list[int]]) -> Strategy:
+    """Right continuations hidden behind wrong ones: most steps accept rows that are not neighbours."""
+
+    def script(ids: Seq[int]) -> list[list[int]]:
+        rest = next(text for text in texts if text[: len(ids)] == list(ids))[len(ids) :]
+        rng = random.Random(len(ids))
+        wrong = rest[:1] + [(token + 1) % 90 for token in rest[1:4]]
+        return [[rng.randrange(90) for _ in range(3)], wrong, rest[: rng.randint(1, 6)]]
+
+    return Scripted(script)
+
+
+@pytest.mark.parametrize("family", TREES)
+def test_tree_families_give_their_own_tokens(family: str) -> None:
+    model = tiny_model(family)
+    lm = lookfar.LM(model, prefill_rows=16)
+    assert lm.engine.model.support.trees
+    expected = [reference(model, prompt, NEW) for prompt in PROMPTS]
+    told = oracle([prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)])
+    for strategy in ("none", Jacobi(block=4), Lookahead(window=4, ngram=4, guesses=4), told):
+        single = [lm.generate(prompt, max_new_tokens=NEW, strategy=strategy) for prompt in PROMPTS]
+        batch = lm.generate(PROMPTS, max_new_tokens=NEW, strategy=strategy)
+        assert [done.token_ids for done in single] == expected, strategy
+        assert [done.token_ids for done in batch] == expected, strategy
+    # The last strategy knew the text, so this compared trees and not plain decoding with plain decoding.
+    assert all(done.stats.tokens_per_step > 1.8 for done in batch)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_other_families_decode_plainly_with_one_warning(family: str) -> None:
+    model = tiny_model(family, dtype=torch.float32)
+    lm = lookfar.LM(model)
+    assert not lm.engine.model.support.trees
+    expected = [reference(model, prompt, NEW) for prompt in PROMPTS]
+    with pytest.warns(UserWarning, match="decodes plainly, without guesses: it"):
+        done = lm.generate(PROMPTS, max_new_tokens=NEW)
+    lm.generate(PROMPTS[0], max_new_tokens=2)  # silent now: a second warning would be an error
+    assert [one.token_ids for one in done] == expected
+    assert done[0].stats.tokens_per_step == 1.0
+
+
+def test_the_required_families_are_there() -> None:
+    required = """llama mistral mixtral gemma2 gemma3_text qwen2 qwen3 qwen3_moe phi3 gpt2 gpt_neox opt bloom mpt
+        falcon starcoder2 olmo2 cohere2 deepseek_v3 gpt_oss"""
+    assert set(required.split()) <= set(TREES)
+    assert len(TREES) >= 50
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2", "gpt2", "mistral", "falcon:alibi"])
+def test_eager_attention(family: str) -> None:
+    model = tiny_model(family, attention="eager")
+    expected = [reference(model, prompt, NEW) for prompt in PROMPTS]
+    told = oracle([prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)])
+    done = lookfar.LM(model).generate(PROMPTS, max_new_tokens=NEW, strategy=told)
+    assert [one.token_ids for one in done] == expected
+
+
+def test_attention_that_takes_no_mask_is_replaced_for_the_step_only() -> None:
+    model = tiny_model("llama")
+    expected = reference(model, PROMPTS[0], NEW)
+    model.config._attn_implementation = "flex_attention"
+    lm = lookfar.LM(model)
+    assert lm.generate(PROMPTS[0], max_new_tokens=NEW).token_ids == expected
+    assert model.config._attn_implementation == "flex_attention"
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}])
+def test_rotary_scaling_that_follows_the_length_limits_trees(rope: dict[str, object]) -> None:
+    rope = rope | {"rope_theta": 10000.0}
+    model = tiny_model("llama", max_position_embeddings=64, rope_parameters=rope)
+    lm = lookfar.LM(model)
+    small = Lookahead(window=2, ngram=3, guesses=2)
+    assert lm.engine.model.support.tree_limit == 64
+    short, long = PROMPTS[0], random_prompts(50)[0]
+    done = lm.generate(short, max_new_tokens=NEW, strategy=small)
+    assert done.token_ids == reference(model, short, NEW)
+    assert done.stats.drafters
+    with pytest.warns(UserWarning, match="rotary scaling"):
+        done = lm.generate(long, max_new_tokens=12, strategy=small)
+    assert done.token_ids == reference(model, long, 12)
+
+
+def test_phi3_long_rope() -> None:
+    factors = [1.0, 2.0, 3.0, 4.0]
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": factors}
+    changes = {
+        "original_max_position_embeddings": 48,
+        "rope_parameters": rope | {"original_max_position_embeddings": 48},
+    }
+    model = tiny_model("phi3", **changes)
+    lm = lookfar.LM(model)
+    small = Lookahead(window=2, ngram=3, guesses=2)
+    across = random_prompts(40)[0]
+    with pytest.warns(UserWarning, match="rotary scaling"):
+        assert lm.generate(across, max_new_tokens=16, strategy=small).token_ids == reference(model, across, 16)
+
+
+def test_a_family_that_transformers_has_but_is_no_causal_model_is_refused() -> None:
+    from transformers import ViTConfig
+
+    with pytest.raises(lookfar.LookfarError, match="no causal language model"):
+        examine(ViTConfig())
+
+
+def test_encoder_decoders_are_refused() -> None:
+    from transformers import T5Config
+
+    with pytest.raises(lookfar.LookfarError, match="causal"):
+        examine(T5Config())

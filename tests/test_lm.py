@@ -1,0 +1,288 @@
+"""The public surface: prompts of every kind, completions, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+import lookfar
+from conftest import random_prompts, reference
+from families import tiny_model
+from lookfar.errors import CapacityError, ConfigError, ModelError, RequestError
+
+PROMPTS = random_prompts(12, 30, 5)
+NEW = 16
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, so that a character can be split over tokens and steps."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<s>": 0, "</s>": 1, **{letter: i + 2 for i, letter in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    return fast
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def lm(tokenizer: PreTrainedTokenizerFast) -> lookfar.LM:
+    return lookfar.LM(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+
+
+def test_the_surface_is_what_it_says() -> None:
+    assert sorted(lookfar.__all__) == sorted(
+        ["LM", "Completion", "Jacobi", "Lookahead", "LookfarError", "Stats", "__version__", "load"]
+    )
+    assert all(getattr(lookfar, name) is not None for name in lookfar.__all__)
+    assert dir(lookfar) == sorted(lookfar.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Lade'"):
+        _ = lookfar.Lade
+
+
+def test_text_ids_and_lists_of_either(lm: lookfar.LM, tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenizer("hello").input_ids
+    one = lm.generate("hello", max_new_tokens=NEW)
+    assert one.token_ids == reference(lm.model, ids, NEW)
+    assert one.text == tokenizer.decode(one.token_ids, skip_special_tokens=True)
+    assert one.finish_reason == "length"
+    assert lm.generate(ids, max_new_tokens=NEW).token_ids == one.token_ids
+    assert lm.generate(np.array(ids), max_new_tokens=NEW).token_ids == one.token_ids  # type: ignore[call-overload]
+    assert lm.generate(torch.tensor(ids), max_new_tokens=NEW).token_ids == one.token_ids  # type: ignore[call-overload]
+    many = lm.generate(["hello", "a longer prompt"], max_new_tokens=NEW)
+    assert isinstance(many, list)
+    assert many[0].token_ids == one.token_ids
+    mixed = lm.generate([ids, tokenizer("a longer prompt").input_ids], max_new_tokens=NEW)
+    assert [done.token_ids for done in mixed] == [done.token_ids for done in many]
+    rows = lm.generate(torch.tensor([ids, ids]), max_new_tokens=NEW)  # type: ignore[call-overload]
+    assert [done.token_ids for done in rows] == [one.token_ids] * 2
+
+
+def test_chat_applies_the_template(lm: lookfar.LM, tokenizer: PreTrainedTokenizerFast) -> None:
+    done = lm.chat([{"role": "user", "content": "hi"}], max_new_tokens=NEW)
+    assert done.token_ids == reference(lm.model, tokenizer("user: hi\nassistant:").input_ids, NEW)
+
+
+def test_strategy_per_call_and_per_lm(lm: lookfar.LM) -> None:
+    plain = lm.generate("abc abc abc", max_new_tokens=NEW, strategy="none")
+    assert plain.stats.drafters == {}
+    fast = lm.generate("abc abc abc", max_new_tokens=NEW, strategy=lookfar.Lookahead(window=3, ngram=3, guesses=3))
+    assert fast.token_ids == plain.token_ids
+    assert fast.stats.drafters["lookahead"].proposed > 0
+    jacobi = lookfar.LM(lm.model, strategy="jacobi").generate(PROMPTS[0], max_new_tokens=NEW)
+    assert set(jacobi.stats.drafters) == {"jacobi"}
+    assert jacobi.text == ""  # there is no tokenizer
+
+
+def test_stats_are_counts_and_their_ratios(lm: lookfar.LM) -> None:
+    stats = lm.generate("abc", max_new_tokens=NEW).stats
+    assert stats.tokens == NEW == sum(stats.step_sizes)
+    assert stats.steps == len(stats.step_sizes)
+    assert stats.tokens_per_step == NEW / stats.steps
+    assert stats.rows_per_step == stats.rows / stats.steps
+    assert stats.prompt_tokens == 3
+    assert stats.seconds > 0
+    assert stats.tokens_per_second == NEW / stats.seconds
+    assert json.loads(json.dumps(stats.as_dict()))["drafters"]["lookahead"]["proposed"] >= 0
+
+
+def test_stop_ids_come_from_the_generation_config(lm: lookfar.LM) -> None:
+    tokens = reference(lm.model, PROMPTS[0], NEW)
+    lm.model.generation_config.eos_token_id = [tokens[4], 1]
+    try:
+        expected = reference(lm.model, PROMPTS[0], NEW)
+        done = lm.generate(PROMPTS[0], max_new_tokens=NEW)
+    finally:
+        lm.model.generation_config.eos_token_id = None
+    assert done.token_ids == expected
+    assert done.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 9}, {"suppress_tokens": [5, 6]}],
+)
+def test_processors_of_the_generation_config_are_applied(lm: lookfar.LM, asked: dict[str, Any]) -> None:
+    config = lm.model.generation_config
+    config.eos_token_id = reference(lm.model, PROMPTS[0], NEW)[3]
+    before = {name: getattr(config, name) for name in asked}
+    config.update(**asked)
+    try:
+        expected = [reference(lm.model, prompt, NEW) for prompt in PROMPTS]
+        for strategy in ("none", "jacobi", "lookahead"):
+            done = lm.generate(PROMPTS, max_new_tokens=NEW, strategy=strategy)
+            assert [one.token_ids for one in done] == expected
+    finally:
+        config.update(eos_token_id=None, **before)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "message"),
+    [
+        ("", {}, RequestError, "The prompt is empty"),
+        ([], {}, RequestError, "The prompt is empty"),
+        (["fine", ""], {}, RequestError, "The prompt is empty"),
+        ("x" * 250, {"max_new_tokens": 10}, CapacityError, "250 tokens .* 260 do not fit in 256"),
+        ("x", {"max_new_tokens": 0}, RequestError, "max_new_tokens must be a whole number of at least 1, not 0"),
+        ("x", {"max_new_tokens": -3}, RequestError, "not -3"),
+        ("x", {"max_new_tokens": 2.5}, RequestError, "not 2.5"),
+        ("x", {"max_new_tokens": True}, RequestError, "not True"),
+        ([3, 9999], {}, RequestError, "Token id 9999 is outside the vocabulary: ids go from 0 to 257"),
+        ([-1], {}, RequestError, "Token id -1 is outside"),
+        (7, {}, RequestError, "A prompt is a text, a list of token ids"),
+        ([3.5], {}, RequestError, "A list of prompts holds"),
+        ([["a"]], {}, RequestError, "A list of token ids holds whole numbers"),
+        ("x", {"strategy": "magic"}, ConfigError, "Unknown strategy 'magic'"),
+    ],
+)
+def test_bad_requests(lm: lookfar.LM, prompt: Any, options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        lm.generate(prompt, **options)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, lookfar.LookfarError)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_chats(lm: lookfar.LM, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(RequestError, match="chat takes a list of messages"):
+        lm.chat([])
+    with pytest.raises(RequestError, match="chat takes a list of messages"):
+        lm.chat([{"text": "hi"}])
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        lookfar.LM(lm.model).chat([{"role": "user", "content": "hi"}])
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        lookfar.LM(lm.model).generate("hi")
+    bare = byte_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(RequestError, match="no chat template"):
+        lookfar.LM(lm.model, bare).chat([{"role": "user", "content": "hi"}])
+
+
+def test_lm_takes_a_model() -> None:
+    with pytest.raises(ModelError, match=r"use lookfar\.load"):
+        lookfar.LM("demo")  # type: ignore[arg-type]
+
+
+def test_two_threads_take_turns(lm: lookfar.LM) -> None:
+    expected = [reference(lm.model, prompt, NEW) for prompt in PROMPTS]
+    got: dict[int, list[int]] = {}
+
+    def work(i: int) -> None:
+        got[i] = lm.generate(PROMPTS[i], max_new_tokens=NEW).token_ids
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[i] for i in range(len(PROMPTS))] == expected
+
+
+class OwnLlama(LlamaForCausalLM):
+    """A model that is not part of transformers but behaves."""
+
+
+class DeafLlama(LlamaForCausalLM):
+    """A model that ignores the mask it is given."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        return super().forward(input_ids, None, position_ids, past_key_values, **kwargs)
+
+
+@pytest.mark.parametrize(("kind", "trees"), [(OwnLlama, True), (DeafLlama, False)])
+def test_code_from_elsewhere_is_probed_before_it_is_trusted(llama: PreTrainedModel, kind: type, trees: bool) -> None:
+    model = kind(llama.config).to(torch.float64).eval()
+    model.load_state_dict(llama.state_dict())
+    model.generation_config.eos_token_id = None
+    lm = lookfar.LM(model)
+    assert lm.engine.model.support.trees is trees
+    expected = [reference(model, prompt, NEW) for prompt in PROMPTS]
+    if trees:
+        done = lm.generate(PROMPTS, max_new_tokens=NEW)
+    else:
+        with pytest.warns(UserWarning, match="does not follow the mask"):
+            done = lm.generate(PROMPTS, max_new_tokens=NEW)
+    assert [one.token_ids for one in done] == expected
+
+
+@pytest.fixture
+def saved(tmp_path: Path, lm: lookfar.LM, tokenizer: PreTrainedTokenizerFast) -> Path:
+    lm.model.to(torch.float32).save_pretrained(tmp_path / "model")
+    lm.model.to(torch.float64)
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_load_a_directory(saved: Path) -> None:
+    lm = lookfar.load(str(saved), dtype="float32", max_length=100, strategy="none")
+    assert lm.model.dtype == torch.float32
+    assert lm.engine.max_length == 100
+    assert lm.generate("hello", max_new_tokens=4).stats.steps == 4
+
+
+def test_load_sharded_with_offloaded_layers(saved: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    whole = lookfar.load(str(saved))
+    expected = [reference(whole.model, prompt, NEW) for prompt in PROMPTS]
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
+    places |= {"model.rotary_emb": "cpu", "lm_head": "disk"}
+    model = LlamaForCausalLM.from_pretrained(saved, device_map=places, offload_folder=tmp_path / "offload")
+    done = lookfar.LM(model, tokenizer).generate(PROMPTS, max_new_tokens=NEW)
+    assert [one.token_ids for one in done] == expected
+
+
+def test_bad_models(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="is a directory without a config.json"):
+        lookfar.load(str(tmp_path / "empty"))
+    with pytest.raises(ModelError, match="does not exist"):
+        lookfar.load(str(tmp_path / "nowhere"))
+    weights = saved / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="cannot be loaded") as caught:
+        lookfar.load(str(saved))
+    assert "\n" not in str(caught.value)
+    (saved / "config.json").write_text("{not json")
+    with pytest.raises(ModelError, match="not a model that transformers can find"):
+        lookfar.load(str(saved))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float13"}, "Unknown dtype 'float13'"),
+        ({"device": "gpu"}, "Device 'gpu' cannot be used here"),
+        ({"strategy": "magic"}, "Unknown strategy"),
+        ({"max_batch": 0}, "max_batch must be"),
+    ],
+)
+def test_bad_load_options(saved: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lookfar.load(str(saved), **options)
+
+
+def test_a_model_without_a_text_head_is_refused(tmp_path: Path) -> None:
+    config = LlamaConfig().to_dict() | {"model_type": "vit"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="no causal language model"):
+        lookfar.load(str(tmp_path))

@@ -1,0 +1,120 @@
+"""The demo model, a real one: the tokens of its own `generate`, alone and in a ragged batch, and the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lookfar
+from conftest import reference
+
+pytestmark = pytest.mark.real
+
+CHATS = [
+    "Write a haiku about the sea.",
+    "Explain in three sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A train travels 60 km in 45 minutes. How fast is it in km/h? Think step by step.",
+    "Rewrite this sentence in the past tense: The cat sits on the mat and watches the birds in the garden.",
+    "List five fruits and one use for each of them.",
+    "Hi!",
+    "Translate to French: Good morning, how are you today?",
+]
+NEW = 48
+
+
+@pytest.fixture(scope="module")
+def lm() -> lookfar.LM:
+    return lookfar.load("demo")
+
+
+@pytest.fixture(scope="module")
+def prompts(lm: lookfar.LM) -> list[list[int]]:
+    return [lm.chat_ids([{"role": "user", "content": text}]) for text in CHATS]
+
+
+@pytest.fixture(scope="module")
+def expected(lm: lookfar.LM, prompts: list[list[int]]) -> list[list[int]]:
+    return [reference(lm.model, prompt, NEW) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["none", "jacobi", lookfar.Lookahead(window=5, ngram=4, guesses=5), "jacobi+lookahead"], ids=str
+)
+def test_the_tokens_of_generate(
+    lm: lookfar.LM, prompts: list[list[int]], expected: list[list[int]], strategy: object
+) -> None:
+    for prompt, tokens in zip(prompts[:4], expected, strict=False):
+        assert lm.generate(prompt, max_new_tokens=NEW, strategy=strategy).token_ids == tokens
+
+
+def test_a_ragged_batch_of_eight(lm: lookfar.LM, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    done = lm.generate(prompts, max_new_tokens=NEW, strategy=lookfar.Lookahead(window=5, ngram=4, guesses=5))
+    assert [one.token_ids for one in done] == expected
+    assert sum(one.stats.tokens for one in done) > 1.2 * sum(one.stats.steps for one in done)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from lookfar.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_compare_as_a_user_runs_it() -> None:
+    shown = run("compare", CHATS[0], "--max-new-tokens", "16", "--set", "window=3", "--set", "ngram=3")
+    assert shown.returncode == 0, shown.stderr
+    assert "Identical: the same 16 tokens" in shown.stdout
+    assert shown.stdout.count("a colour is a step") == 2
+
+
+def test_compare_and_generate_as_json(expected: list[list[int]]) -> None:
+    shown = run("compare", CHATS[0], "--max-new-tokens", "16", "--set", "window=3", "--json", "--repeats", "2")
+    record = json.loads(shown.stdout)
+    assert record["identical"] is True
+    assert record["plain"]["token_ids"] == expected[0][:16] == record["strategy"]["token_ids"]
+    assert record["speed_up"] == pytest.approx(
+        record["plain"]["stats"]["seconds"] / record["strategy"]["stats"]["seconds"]
+    )
+    shown = run("generate", CHATS[0], "--max-new-tokens", "16", "--strategy", "none", "--json")
+    assert json.loads(shown.stdout)["token_ids"] == expected[0][:16]
+
+
+def test_generate_prints_the_text(lm: lookfar.LM) -> None:
+    shown = run("generate", CHATS[0], "--max-new-tokens", "24", "--strategy", "jacobi")
+    assert shown.stdout.rstrip("\n") == lm.chat([{"role": "user", "content": CHATS[0]}], max_new_tokens=24).text
+    assert "24 tokens in" in shown.stderr
+
+
+def test_check_the_demo() -> None:
+    assert json.loads(run("check", "demo", "--json").stdout)["trees"] is True
+    assert "verified in one tree" in run("check", "demo").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", ""], "The prompt is empty"),
+        (["generate", "Hi", "--max-new-tokens", "0"], "max_new_tokens must be"),
+        (["generate", "Hi", "--max-new-tokens", "9000"], "do not fit in 8192"),
+        (["generate", "Hi", "--max-length", "10"], "do not fit in 10"),
+    ],
+)
+def test_mistakes_with_a_real_model(arguments: list[str], sentence: str) -> None:
+    shown = run(*arguments)
+    assert shown.returncode == 2
+    assert sentence in shown.stderr
+    assert "Traceback" not in shown.stderr
+    assert len(shown.stderr.strip().splitlines()) == 1
+
+
+def test_readme_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every Python block of the README runs, in order, in one session."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert blocks
+    session: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), session)
