@@ -81,7 +81,7 @@ class SlotCache(Cache):
         self._slots_in_step = slice(plan.first_slot, plan.first_slot + plan.batch)
         self.kv_length, self.width = plan.kv_length, plan.width
         self._cells_on.clear()
-        uniform = plan.batch == 1 or bool((plan.cached == plan.cached[0]).all())
+        uniform = bool((plan.cached == plan.cached[0]).all())
         if uniform and self.kv_length <= self.capacity:
             self._offset = int(plan.cached[0])
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -48,16 +48,10 @@ class BoundModel:
             ]
             return torch.cat([self.forward(single, cache) for single in alone])
         cache.begin(plan)
-        masks = StepMasks(plan, cache.kv_length, self.device)
-        positions = masks.query_positions
-        if self.support.max_positions is not None:
-            # Only riders can point past the last position, and what they bring there is never used.
-            positions = positions.clamp(max=self.support.max_positions - 1)
         kept = torch.from_numpy(plan.kept).to(self.device)
-        arguments: dict[str, Any] = {"attention_mask": self._masks_as_argument(masks), "position_ids": positions}
-        arguments |= {"logits_to_keep": kept if len(kept) else 1}
-        arguments = {name: value for name, value in arguments.items() if name in self._takes}
-        with torch.no_grad(), self._attention_in_step(), self._blocks_in_step(masks):
+        with ExitStack() as during, torch.no_grad(), self._attention_that_takes_masks():
+            arguments = {"logits_to_keep": kept if len(kept) else 1} | self._shape_of_step(plan, cache, during)
+            arguments = {name: value for name, value in arguments.items() if name in self._takes}
             logits: torch.Tensor = self.model(
                 input_ids=torch.from_numpy(plan.tokens).to(self.device),
                 past_key_values=cache,
@@ -67,24 +61,33 @@ class BoundModel:
             ).logits
         return logits if "logits_to_keep" in arguments else logits[:, kept.to(logits.device)]
 
-    def _masks_as_argument(self, masks: StepMasks) -> Any:
+    def _shape_of_step(self, plan: Plan, cache: SlotCache, during: ExitStack) -> dict[str, Any]:
+        """Masks and positions. A straight step gets no mask: the model masks it as in its own `generate`."""
+        if plan.straight:
+            return {"position_ids": torch.from_numpy(plan.positions).to(self.device)}
+        masks = StepMasks(plan, cache.kv_length, self.device)
+        positions = masks.query_positions
+        if self.support.max_positions is not None:
+            # Only riders can point past the last position, and what they bring there is never used.
+            positions = positions.clamp(max=self.support.max_positions - 1)
         if self.support.alibi:
-            return None  # the block hooks bring it
-        made = {name: self._to_argument(masks.of(kind)) for name, kind in self.support.kinds.items()}
-        return made if self.support.by_layer_type else next(iter(made.values()))
+            during.enter_context(positions_as_bias(self.model, masks))
+            return {"position_ids": positions}
+        made = {name: self._as_argument(masks.of(kind)) for name, kind in self.support.kinds.items()}
+        return {
+            "position_ids": positions,
+            "attention_mask": made if self.support.by_layer_type else next(iter(made.values())),
+        }
 
-    def _to_argument(self, mask: torch.Tensor) -> torch.Tensor:
+    def _as_argument(self, mask: torch.Tensor) -> torch.Tensor:
         if self._attention == "sdpa":
             return mask
         hidden = torch.finfo(self.model.dtype).min
         return torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill_(~mask, hidden)
 
-    def _blocks_in_step(self, masks: StepMasks) -> AbstractContextManager[None]:
-        return positions_as_bias(self.model, masks) if self.support.alibi else nullcontext()
-
     @contextmanager
-    def _attention_in_step(self) -> Iterator[None]:
-        """Attention that takes a mask, for models loaded with one that does not (flash, flex)."""
+    def _attention_that_takes_masks(self) -> Iterator[None]:
+        """For models loaded with an attention that takes none (flash, flex)."""
         config = self.model.config
         before = config._attn_implementation
         if before == self._attention:

@@ -172,6 +172,12 @@ class Plan:
         return len(self.sequences)
 
     @property
+    def straight(self) -> bool:
+        """Is this what any model expects: the next tokens of texts of one length, and nothing else?"""
+        only_chains = all(len(s) == len(s.chain) for s in self.sequences)
+        return only_chains and bool((self.cached == self.cached[0]).all() and (self.rows == self.rows[0]).all())
+
+    @property
     def kv_length(self) -> int:
         """How many keys a row may look at: the longest cached text and this step's rows."""
         return int(self.cached.max()) + self.width
