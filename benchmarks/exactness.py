@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lookfar
+from lookfar.choose import first_difference, margin_after
 from lookfar.config import parse_strategy
 from lookfar.progress import bar
 from lookfar.stats import add_up, is_natural
@@ -55,13 +56,6 @@ def generate(lm: lookfar.LM, prompt: list[int], new: int) -> tuple[list[int], fl
     start = perf_counter()
     out = lm.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
     return out[0, len(prompt) :].tolist(), perf_counter() - start
-
-
-def margin(lm: lookfar.LM, text: list[int]) -> float:
-    """The distance between the two top logits after a text."""
-    with torch.no_grad():
-        top = lm.model(torch.tensor([text], device=lm.device)).logits[0, -1].float().topk(2).values
-    return float(top[0] - top[1])
 
 
 def main() -> None:
@@ -132,8 +126,8 @@ def main() -> None:
 
 
 def difference(lm: lookfar.LM, prompt: list[int], expected: list[int], got: list[int]) -> dict[str, float]:
-    at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got)))
-    return {"token": at, "margin": margin(lm, prompt + expected[:at])}
+    at = first_difference(expected, got) or 0
+    return {"token": at, "margin": margin_after(lm.model, prompt + expected[:at])}
 
 
 def show(report: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ torch.set_num_threads(2)
 
 def reference(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:
     """The new tokens that `model.generate` returns."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+DEVICE = os.environ.get("LOOKFAR_TEST_DEVICE", "cpu")
 WINDOW = 8  # prompts in the tests are longer
 
 # Whatever of these a config knows is set; the rest of a config keeps its defaults.
@@ -198,7 +200,7 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) ->
     attention = changes.pop("attention", None)
     settings |= TOKENS | TREES.get(name, {}) | PLAIN.get(name, {}) | changes
     model = AutoModelForCausalLM.from_config(config_class(**settings), attn_implementation=attention)
-    model = model.to(dtype).eval()
+    model = model.to(DEVICE, dtype).eval()
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the faster ones know no float64
     with torch.no_grad():

@@ -131,3 +131,23 @@ def test_tokens_of_one_step_share_a_colour() -> None:
     console.print(text, end="")
     assert [text.plain[span.start : span.end] for span in text.spans] == ["a", "bcd", "ef"]
     assert len({span.style for span in text.spans}) == 3
+
+
+def test_compare_never_hides_a_difference(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: str
+) -> None:
+    """A strategy that breaks the promise is shown with the place and the margin of the first difference."""
+    from lookfar import verify
+
+    def wrong(tree: object, choose: object) -> verify.Walk:
+        return verify.Walk([], [7])
+
+    arguments = ("compare", "abc", "--raw", "--model", saved, "--max-new-tokens", "6", "--strategy", "jacobi")
+    assert run(monkeypatch, *arguments, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["first_difference"] is None
+    plainly, steps = verify.walk, iter(range(1000))
+    monkeypatch.setattr(verify, "walk", lambda *a: wrong(*a) if next(steps) > 12 else plainly(*a))
+    assert run(monkeypatch, *arguments) == 0
+    shown = capsys.readouterr().out
+    assert "Different from token" in shown
+    assert "The two best logits there are" in shown

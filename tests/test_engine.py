@@ -287,6 +287,7 @@ def test_the_users_model_is_left_as_it_was(llama: PreTrainedModel, engine: Engin
     engine.run(requests(Lookahead(3, 3, 3)))
     assert dict(vars(llama.config)) == before
     assert not any(module._forward_pre_hooks for module in llama.modules())
-    loss = llama(torch.tensor([PROMPTS[0]]), labels=torch.tensor([PROMPTS[0]])).loss
+    ids = torch.tensor([PROMPTS[0]], device=llama.device)
+    loss = llama(ids, labels=ids).loss
     loss.backward()  # nothing inside became an inference tensor
     llama.zero_grad()

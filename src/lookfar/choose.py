@@ -25,6 +25,21 @@ def greedy_after(processors: LogitsProcessorList, prefix: Seq[int], logits: torc
     return int(scores.argmax(-1))
 
 
+def first_difference(a: Seq[int], b: Seq[int]) -> int | None:
+    """Where two outputs part; None if they are the same."""
+    if list(a) == list(b):
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def margin_after(model: PreTrainedModel, ids: Seq[int]) -> float:
+    """How far apart the two best logits after a text are: near nothing means that rounding decides."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[0, -1]
+    best = logits.float().topk(2).values
+    return float(best[0] - best[1])
+
+
 def own_processors(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> LogitsProcessorList | None:
     """The processors that the model's own generation config asks for (a repetition penalty, say)."""
     if not model.can_generate():

@@ -51,11 +51,12 @@ def compare(
                 )
     seconds = {name: median(done.stats.seconds for done in dones) for name, dones in runs.items()}
     plain, fast = runs["none"][0], runs[strategy][0]
-    identical = all(done.token_ids == plain.token_ids for dones in runs.values() for done in dones)
+    others = (done for dones in runs.values() for done in dones if done.token_ids != plain.token_ids)
+    other = next(others, None)
     record = {
-        "identical": identical,
+        "identical": other is None,
         "speed_up": seconds["none"] / seconds[strategy],
-        "first_difference": None if identical else _first_difference(plain.token_ids, fast.token_ids),
+        "first_difference": None if other is None else _difference(lm, ids, plain.token_ids, other.token_ids),
         "plain": _as_record(plain, seconds["none"]),
         "strategy": {"name": strategy, "settings": [repr(s) for s in chosen]} | _as_record(fast, seconds[strategy]),
     }
@@ -70,8 +71,11 @@ def _as_record(done: Completion, seconds: float) -> dict[str, Any]:
     return {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason, "stats": stats}
 
 
-def _first_difference(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _difference(lm: LM, prompt: list[int], plain: list[int], other: list[int]) -> dict[str, float]:
+    from lookfar.choose import first_difference, margin_after
+
+    at = first_difference(plain, other) or 0
+    return {"token": at, "margin": margin_after(lm.model, prompt + plain[:at])}
 
 
 def _show(lm: LM, record: dict[str, Any], plain: Completion, fast: Completion, name: str) -> None:
@@ -97,7 +101,9 @@ def _show(lm: LM, record: dict[str, Any], plain: Completion, fast: Completion, n
             f"[bold green]Identical[/]: the same {len(plain.token_ids)} tokens, {record['speed_up']:.2f}× the speed."
         )
     else:
+        where = record["first_difference"]
+        out.print(f"[bold red]Different[/] from token {where['token']} on, {record['speed_up']:.2f}× the speed.")
         out.print(
-            f"[bold red]Different[/] from token {record['first_difference']} on, {record['speed_up']:.2f}× the speed."
+            f"The two best logits there are {where['margin']:.4f} apart: in half precision a near-tie can "
+            "flip with the number of rows; run with --dtype float32 to see that it is nothing else."
         )
-        out.print("In half precision a near-tie can flip when the number of rows changes; float32 shows if it is that.")
