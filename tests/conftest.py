@@ -14,7 +14,7 @@ from lookfar.engine import Engine
 from lookfar.model import BoundModel
 
 transformers.logging.set_verbosity_error()
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
 
 
 def reference(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> list[int]:

@@ -237,8 +237,9 @@ def test_capacity_is_known_before_decoding(llama: PreTrainedModel) -> None:
 
 def test_the_whole_length_can_be_used() -> None:
     """Window rows reach past the last learned position; that must neither fail nor change a token."""
-    model = tiny_model("gpt2", n_positions=40)
+    model = tiny_model("gpt2", n_positions=40, max_position_embeddings=40)
     engine = Engine(BoundModel(model))
+    assert engine.max_length == 40
     done = engine.run([Request(PROMPTS[0], 20, strategies=(Lookahead(6, 5, 4),)), Request(PROMPTS[2], 35)])
     assert [s.output for s in done] == [reference(model, PROMPTS[0], 20), reference(model, PROMPTS[2], 35)]
 

@@ -20,13 +20,16 @@ NEW = 20
 
 
 def oracle(texts: list[list[int]]) -> Strategy:
-    """Right continuations hidden behind wrong ones: most steps accept rows that are not neighbours."""
+    """Right continuations hidden behind wrong ones: most steps accept rows that are not neighbours.
+
+    Some drafts are longer than the window, so that a row may not even see all of its own branch.
+    """
 
     def script(ids: Seq[int]) -> list[list[int]]:
         rest = next(text for text in texts if text[: len(ids)] == list(ids))[len(ids) :]
         rng = random.Random(len(ids))
         wrong = rest[:1] + [(token + 1) % 90 for token in rest[1:4]]
-        return [[rng.randrange(90) for _ in range(3)], wrong, rest[: rng.randint(1, 6)]]
+        return [[rng.randrange(90) for _ in range(3)], wrong, rest[: rng.randint(1, WINDOW + 3)]]
 
     return Scripted(script)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import lookfar
 from conftest import reference
@@ -28,8 +31,11 @@ NEW = 48
 
 
 @pytest.fixture(scope="module")
-def lm() -> lookfar.LM:
-    return lookfar.load("demo")
+def lm() -> Iterator[lookfar.LM]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield lookfar.load("demo")
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,10 @@ class Completion:
 
 
 class LM:
-    """A causal language model that decodes in fewer steps and returns what `model.generate` returns."""
+    """A causal language model that decodes in fewer steps and returns what `model.generate` returns.
+
+    The model is put into evaluation mode and otherwise left as it is.
+    """
 
     def __init__(
         self,
@@ -115,7 +118,7 @@ class LM:
         if not messages or not all("role" in message and "content" in message for message in messages):
             raise RequestError('chat takes a list of messages like {"role": "user", "content": "Hello"}.')
         text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        return _ids_of(self.tokenizer(text, add_special_tokens=False))
+        return _ids_of(self.tokenizer(text, add_special_tokens=False, verbose=False))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, checked."""
@@ -124,7 +127,7 @@ class LM:
                 raise RequestError(
                     "A text prompt needs a tokenizer: pass one to LM(model, tokenizer), or give token ids."
                 )
-            prompt = _ids_of(self.tokenizer(prompt))
+            prompt = _ids_of(self.tokenizer(prompt, verbose=False))
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
             raise RequestError("A list of token ids holds whole numbers and nothing else.")
         ids = list(prompt)

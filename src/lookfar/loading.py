@@ -60,7 +60,7 @@ def read_config(name: str) -> tuple[PreTrainedConfig, str]:
     if not path.exists() and (where.startswith((".", "/", "~")) or where.count("/") > 1):
         raise ModelError(f"{name} does not exist: give a directory, a hub name or demo.")
     try:
-        with quiet():
+        with quiet(), bar(f"Looking for {name}"):
             return AutoConfig.from_pretrained(where), where
     except Exception as error:
         raise ModelError(f"{name} is not a model that transformers can find: {first_sentence(error)}.") from error
