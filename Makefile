@@ -6,9 +6,11 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test lint format clean
 
+# A task that copies much of its prompt, and few rows: there lookahead pays on a CPU too.
 demo: $(READY)
-	$(BIN)/lookfar compare "Write a Python class for a bank account with deposit, withdraw and balance, then a short example that uses each of them." \
-		--set window=3 --set ngram=5 --set guesses=3 --max-new-tokens 160
+	$(BIN)/lookfar compare "Rewrite this text in the past tense: The fox walks through the forest. The fox sees a river. The \
+	fox walks to the river and drinks the water. The bear sees the fox and walks to the river too." \
+		--set window=2 --set ngram=4 --set guesses=3
 
 test: lint
 	$(BIN)/python -m pytest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
 import torch
@@ -131,3 +132,19 @@ def test_encoder_decoders_are_refused() -> None:
 
     with pytest.raises(lookfar.LookfarError, match="causal"):
         examine(T5Config())
+
+
+@pytest.mark.parametrize(
+    ("quantised", "trees"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, True),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, False),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 0.0}, True),
+    ],
+)
+def test_quantised_layers_that_mix_rows_take_no_guesses(quantised: dict[str, Any], trees: bool) -> None:
+    from transformers import LlamaConfig
+
+    support = examine(LlamaConfig(quantization_config=quantised))
+    assert support.trees is trees
+    assert trees or "8-bit" in support.reason

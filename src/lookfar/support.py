@@ -85,6 +85,8 @@ def _why_not(config: PreTrainedConfig, text: PreTrainedConfig, model_class: type
     for model_type in (config.model_type, text.model_type):
         if model_type in BY_PLACE:
             return BY_PLACE[model_type]
+    if _mixes_rows(config):
+        return "its 8-bit layers choose outlier columns over all rows of a step, so a guess would change the answer"
     if getattr(model_class, "_is_stateful", False):
         return "its recurrent state cannot be rolled back to a branch of a tree"
     for layer in DynamicCache(config=config).layers:
@@ -101,6 +103,13 @@ def _why_not(config: PreTrainedConfig, text: PreTrainedConfig, model_class: type
     if "position_ids" not in parameters and not uses_alibi(text):
         return "its positions cannot be given from outside"
     return ""
+
+
+def _mixes_rows(config: PreTrainedConfig) -> bool:
+    """LLM.int8() makes a column an outlier as soon as one row does: a row's result depends on the others."""
+    quantised = getattr(config, "quantization_config", None) or {}
+    settings = quantised if isinstance(quantised, dict) else quantised.to_dict()
+    return bool(settings.get("load_in_8bit")) and settings.get("llm_int8_threshold", 6.0) > 0
 
 
 def _layer_kinds(text: PreTrainedConfig) -> tuple[bool, dict[str, LayerKind]]:
