@@ -25,6 +25,7 @@ def bar(text: str, total: int | None = None, done: int = 0, unit: str = "") -> I
     """Show `text` while the block runs. Call what it yields with the amount done since the last call."""
     amount = [DownloadColumn()] if unit == "bytes" else [MofNCompleteColumn()] if total is not None else []
     columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), *amount, TimeElapsedColumn()]
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(text, total=total, completed=done)
         yield lambda step: progress.advance(task, step)
