@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 DEVICE = os.environ.get("LOOKFAR_TEST_DEVICE", "cpu")
 WINDOW = 8  # prompts in the tests are longer
@@ -60,6 +60,7 @@ SMALL: dict[str, Any] = {
     "max_window_layers": 0,
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SMALL_TEXT = {key: SMALL[key] for key in list(SMALL)[:8]} | TOKENS  # what every newer config knows
 
 HEAD = {"head_dim": 8, "num_key_value_heads": 2}
 SLIDING = {"sliding_window": WINDOW, "use_sliding_window": True}
@@ -189,8 +190,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:
-    """A random model of a family, the same one every time. It never emits a stop token by itself."""
-    torch.manual_seed(0)
+    """The random model of a family."""
     family = name.partition(":")[0]
     config_class = CONFIG_MAPPING[family]
     known = config_class()
@@ -199,7 +199,15 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) ->
         del settings["head_dim"]  # derived there
     attention = changes.pop("attention", None)
     settings |= TOKENS | TREES.get(name, {}) | PLAIN.get(name, {}) | changes
-    model = AutoModelForCausalLM.from_config(config_class(**settings), attn_implementation=attention)
+    return random_model(config_class(**settings), dtype, attention)
+
+
+def random_model(
+    config: PreTrainedConfig, dtype: torch.dtype = torch.float64, attention: str | None = None
+) -> PreTrainedModel:
+    """A random model of a config, the same one every time. It never emits a stop token by itself."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model = model.to(DEVICE, dtype).eval()
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the faster ones know no float64

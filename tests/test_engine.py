@@ -163,6 +163,7 @@ def test_a_stop_token_in_the_middle_of_a_step_ends_everything_there(engine: Engi
     request = Request(PROMPTS[0], NEW, frozenset([stop, 95]), (told(texts_of(expected), depth=7),))
     done = engine.run([request], on_tokens=lambda sequence, new: seen.extend(new))[0]
     assert done.output == cut == seen
+    assert done.cached == len(PROMPTS[0]) + len(cut)  # the stop token was a guess; nothing behind it is kept
     assert done.finish_reason == "stop"
     assert done.stats.tokens == len(cut)
 
@@ -252,6 +253,8 @@ def test_the_cache_grows_with_what_is_asked_and_is_reused(engine: Engine) -> Non
     assert engine.cache is first
     engine.run(requests(new=100))
     assert (engine.cache.slots, engine.cache.capacity) == (4, 192)
+    engine.run([Request(PROMPTS[2], 200)])  # a long one alone does not pay for four
+    assert (engine.cache.slots, engine.cache.capacity) == (1, 256)
 
 
 def test_an_error_in_a_callback_leaves_the_engine_usable(engine: Engine, expected: list[list[int]]) -> None:

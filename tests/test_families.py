@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 import lookfar
 from conftest import random_prompts, reference
-from families import PLAIN, TREES, WINDOW, tiny_model
+from families import PLAIN, SMALL_TEXT, TREES, WINDOW, random_model, tiny_model
 from lookfar.config import Jacobi, Lookahead, Strategy
 from lookfar.drafters.scripted import Scripted
 from lookfar.support import examine
@@ -69,6 +70,34 @@ def test_the_required_families_are_there() -> None:
         falcon starcoder2 olmo2 cohere2 deepseek_v3 gpt_oss"""
     assert set(required.split()) <= set(TREES)
     assert len(TREES) >= 50
+
+
+def newest() -> dict[str, PreTrainedConfig]:
+    """Configs that do not fit the common mould: a text model inside a multimodal one, layers of different shapes."""
+    text: dict[str, Any] = SMALL_TEXT | {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    images = {"mm_tokens_per_image": 4, "image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92}
+    shapes = {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 96}
+    return {
+        "gemma3": CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision, **images),
+        "gemma4_text": CONFIG_MAPPING["gemma4_text"](**text, **shapes),
+    }
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4_text"])
+def test_families_that_do_not_fit_the_mould(family: str) -> None:
+    model = random_model(newest()[family])
+    expected = [reference(model, prompt, NEW) for prompt in PROMPTS]
+    told = oracle([prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)])
+    lm = lookfar.LM(model)
+    for strategy in ("none", "lookahead", told):
+        batch = lm.generate(PROMPTS, max_new_tokens=NEW, strategy=strategy)
+        assert [done.token_ids for done in batch] == expected
+    assert all(done.stats.tokens_per_step > 1.8 for done in batch)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2", "gpt2", "mistral", "falcon:alibi"])

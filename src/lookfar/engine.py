@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from threading import Lock
 
 import numpy as np
@@ -13,11 +13,9 @@ from lookfar.drafters.base import Outcome
 from lookfar.errors import CapacityError, ConfigError
 from lookfar.model import BoundModel
 from lookfar.planner import plan_step
-from lookfar.sequence import Request, Sequence
+from lookfar.sequence import OnTokens, Request, Sequence
 from lookfar.tree import Ints, SequencePlan
 from lookfar.verify import Walk, verify
-
-OnTokens = Callable[[Sequence, list[int]], None]
 
 
 class Engine:
@@ -79,8 +77,9 @@ class Engine:
         logits = self.model.forward(plan, self.cache)
         walks, choices = verify(plan, group, logits)
         for i, sequence in enumerate(group):
-            self._commit(first_slot + i, sequence, plan.sequences[i], walks[i])
-            taken = self._advance(sequence, plan.sequences[i], walks[i], choices[i])
+            start, rows = sequence.cached, plan.sequences[i]
+            taken, kept = self._advance(sequence, rows, walks[i], choices[i])
+            self.cache.commit(first_slot + i, start, kept)
             if taken and on_tokens is not None:
                 on_tokens(sequence, taken)
 
@@ -97,29 +96,28 @@ class Engine:
             end += 1
         return self.active[start:end], start
 
-    def _commit(self, slot: int, sequence: Sequence, rows: SequencePlan, walk: Walk | None) -> None:
-        """Keep the keys and values of the chain, which lie where they belong, and of the accepted nodes."""
-        nodes = [rows.node_row(node) for node in walk.nodes] if walk else []
-        kept = np.array([*range(len(rows.chain)), *nodes], dtype=np.int64)
-        self.cache.commit(slot, sequence.cached, kept)
+    def _advance(
+        self, sequence: Sequence, rows: SequencePlan, walk: Walk | None, choices: Ints
+    ) -> tuple[list[int], Ints]:
+        """Append what was emitted, count, and tell the drafters. Returns the new tokens and the rows to keep cached:
+        the chain, and the accepted nodes up to a stop."""
+        taken = sequence.append(walk.tokens) if walk else []
+        accepted = walk.nodes[: len(taken)] if walk else []
+        kept = np.array([*range(len(rows.chain)), *map(rows.node_row, accepted)], dtype=np.int64)
         sequence.cached += len(kept)
-
-    def _advance(self, sequence: Sequence, rows: SequencePlan, walk: Walk | None, choices: Ints) -> list[int]:
-        """Append what was emitted, count, and tell the drafters what was seen."""
         if walk is None:
-            return []
-        taken = sequence.append(walk.tokens)
+            return taken, kept
         stats = sequence.stats
         stats.rows += len(rows) - rows.root_row
         for source in rows.tree.sources:
             stats.drafter(source).proposed += 1
-        for node in walk.nodes[: len(taken)]:
+        for node in accepted:
             stats.drafter(rows.tree.sources[node]).accepted += 1
         if sequence.finish_reason is None:
             nodes = choices[rows.root_row : rows.node_row(len(rows.tree))]
             for i, drafter in enumerate(sequence.drafters):
                 drafter.observe(sequence.ids, Outcome(taken, rows.tree, nodes, choices[rows.rider_rows(i)]))
-        return taken
+        return taken, kept
 
     def _retire(self) -> list[Sequence]:
         """Free the slots of finished sequences; the last active sequence moves into each gap."""
@@ -135,12 +133,11 @@ class Engine:
         return done
 
     def _reserve(self, requests: Seq[Request]) -> None:
-        """Make sure the cache holds the largest request; buffers only ever grow."""
-        slots = max(min(self.max_batch, len(requests)), self.cache.slots)
+        """Make sure the cache holds these requests; buffers that are large enough are used again."""
+        slots = min(self.max_batch, len(requests))
         longest = max(request.length + request.extra_rows for request in requests)
         if slots > self.cache.slots or longest > self.cache.capacity:
-            capacity = max(-(-longest // 64) * 64, self.cache.capacity)
-            self.cache = SlotCache(slots, capacity)
+            self.cache = SlotCache(slots, capacity=-(-longest // 64) * 64)
 
     def _limit_is_ours(self) -> bool:
         return self.max_length != self.model.support.max_positions

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from transformers import PreTrainedModel
 from transformers.generation import BaseStreamer
 
-from lookfar.sequence import Request, Sequence
-
-OnTokens = Callable[[Sequence, list[int]], None]
+from lookfar.sequence import OnTokens, Request, Sequence
 
 
 class _Follow(BaseStreamer):

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookfar.choose import own_processors
 from lookfar.config import StrategySpec, parse_strategy
-from lookfar.engine import Engine, OnTokens
+from lookfar.engine import Engine
 from lookfar.errors import ModelError, RequestError
 from lookfar.fallback import decode_plainly
 from lookfar.model import BoundModel
 from lookfar.probe import verifies_trees
-from lookfar.sequence import FinishReason, Request, Sequence
+from lookfar.sequence import FinishReason, OnTokens, Request, Sequence
 from lookfar.stats import Stats
 
 Prompt = str | Seq[int]

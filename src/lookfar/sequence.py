@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
@@ -87,3 +88,6 @@ class Sequence:
         self.stats.step_sizes.append(len(taken))
         self.stats.seconds = perf_counter() - self._started
         return taken
+
+
+OnTokens = Callable[[Sequence, list[int]], None]  # called after a step with a sequence and its new tokens

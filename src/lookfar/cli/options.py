@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from lookfar.errors import ConfigError
 
@@ -31,14 +32,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 def fail(sentence: str) -> NoReturn:
     """Say what is wrong and leave with exit code 2."""
-    Console(stderr=True).print(f"[bold red]Error:[/] {_escape(sentence)}", soft_wrap=True, highlight=False)
+    Console(stderr=True).print(f"[bold red]Error:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
     sys.exit(2)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def strategies(name: str, settings: list[str] | None) -> tuple[Strategy, ...]:
