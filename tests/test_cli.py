@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import json
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from families import tiny_model
@@ -15,6 +18,13 @@ from lookfar.cli import app, main
 from lookfar.cli.steps import StepPrinter, coloured
 from lookfar.version import __version__
 from test_lm import byte_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _warnings_as_before() -> Iterator[None]:
+    """`main` sets how warnings are shown; the other tests want them as errors."""
+    with warnings.catch_warnings():
+        yield
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -151,3 +161,33 @@ def test_compare_never_hides_a_difference(
     shown = capsys.readouterr().out
     assert "Different from token" in shown
     assert "The two best logits there are" in shown
+
+
+def test_a_model_that_decodes_plainly_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tokenizer = byte_tokenizer()
+    tiny_model("mamba", torch.float32, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    capsys.readouterr()
+    assert run(monkeypatch, "generate", "abc", "--model", str(tmp_path / "tiny"), "--max-new-tokens", "3") == 0
+    shown = capsys.readouterr().err
+    assert "Note: mamba decodes plainly, without guesses: its recurrent state" in shown
+    assert "3 tokens in 3 steps" in shown
+
+
+def test_a_fault_of_ours_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: str
+) -> None:
+    from lookfar import engine
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("out of cheese\nin line 7")
+
+    capsys.readouterr()
+    monkeypatch.setattr(engine, "plan_step", broken)
+    monkeypatch.delenv("LOOKFAR_DEBUG", raising=False)
+    assert run(monkeypatch, "generate", "abc", "--model", saved) == 1
+    shown = capsys.readouterr().err
+    assert "Error: RuntimeError: out of cheese (set LOOKFAR_DEBUG=1 to see where)" in shown
+    assert "Traceback" not in shown

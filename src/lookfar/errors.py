@@ -1,4 +1,4 @@
-"""Everything lookfar raises on purpose. Each message is one sentence that says what to do."""
+"""Everything lookfar raises or warns of on purpose. Each message is one sentence that says what to do."""
 
 
 class LookfarError(Exception):
@@ -23,3 +23,7 @@ class ModelError(LookfarError):
 
 class DemoError(ModelError):
     """The demo model cannot be fetched or converted."""
+
+
+class LookfarWarning(UserWarning):
+    """Something works, but not as was asked."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lookfar.choose import own_processors
 from lookfar.config import StrategySpec, parse_strategy
 from lookfar.engine import Engine
-from lookfar.errors import ModelError, RequestError
+from lookfar.errors import LookfarWarning, ModelError, RequestError
 from lookfar.fallback import decode_plainly
 from lookfar.model import BoundModel
 from lookfar.probe import verifies_trees
@@ -168,7 +168,8 @@ class LM:
         why = support.reason or (
             f"{request.length} tokens reach past {support.tree_limit}, where its rotary scaling sets in"
         )
-        warnings.warn(f"{support.model_type} decodes plainly, without guesses: {why}.", stacklevel=4)
+        message = f"{support.model_type} decodes plainly, without guesses: {why}."
+        warnings.warn(message, LookfarWarning, stacklevel=4)
 
     def _completion(self, sequence: Sequence) -> Completion:
         output = sequence.output

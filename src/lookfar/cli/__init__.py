@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 
 import typer
 
 from lookfar.cli.check import check
 from lookfar.cli.compare import compare
 from lookfar.cli.generate import generate
-from lookfar.cli.options import fail
-from lookfar.errors import LookfarError
+from lookfar.cli.options import say
+from lookfar.errors import LookfarError, LookfarWarning
 from lookfar.version import __version__
 
 app = typer.Typer(
@@ -39,9 +41,17 @@ def _root(
 
 def main() -> None:
     """Run the command line; a mistake ends in one sentence and exit code 2."""
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("always", LookfarWarning)
+    warnings.showwarning = lambda message, *_: say("Note", str(message), "yellow")
     try:
         app()
     except LookfarError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
+        say("Error", str(error), "bold red")
+        sys.exit(2)
+    except Exception as error:
+        if os.environ.get("LOOKFAR_DEBUG"):
+            raise
+        gist = (str(error).splitlines() or [""])[0]
+        say("Error", f"{type(error).__name__}: {gist} (set LOOKFAR_DEBUG=1 to see where)", "bold red")
+        sys.exit(1)

@@ -1,9 +1,9 @@
-"""What the commands share: their options, and how they say that something is wrong."""
+"""What the commands share: their options, and a voice beside the output."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -30,10 +30,9 @@ Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16, flo
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
-def fail(sentence: str) -> NoReturn:
-    """Say what is wrong and leave with exit code 2."""
-    Console(stderr=True).print(f"[bold red]Error:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
-    sys.exit(2)
+def say(kind: str, sentence: str, style: str) -> None:
+    """Say something beside the output, on standard error."""
+    Console(stderr=True).print(f"[{style}]{kind}:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
 
 
 def strategies(name: str, settings: list[str] | None) -> tuple[Strategy, ...]:
