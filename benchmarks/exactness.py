@@ -29,9 +29,10 @@ from lookfar.config import parse_strategy
 from lookfar.progress import bar
 from lookfar.stats import add_up, is_natural
 
-STRATEGIES = {
+STRATEGIES = {  # lookahead N/W/G
     "none": "none",
     "jacobi": "jacobi",
+    "lookahead 4/2/3 + prompt": lookfar.Lookahead(window=2, ngram=4, guesses=3, from_prompt=True),
     "lookahead 5/7/7": lookfar.Lookahead(window=7, ngram=5, guesses=7, from_prompt=False),
     "lookahead 5/15/15": lookfar.Lookahead(window=15, ngram=5, guesses=15, from_prompt=False),
     "lookahead 5/15/15 + prompt": lookfar.Lookahead(window=15, ngram=5, guesses=15, from_prompt=True),

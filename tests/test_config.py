@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import lookfar
-from lookfar.config import Jacobi, Lookahead, parse_strategy
+from lookfar.config import Jacobi, Lookahead, default_strategy, parse_strategy
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,8 @@ def test_bad_settings(settings: dict[str, str], message: str) -> None:
 def test_plain_decoding_takes_no_settings() -> None:
     with pytest.raises(ValueError, match="takes no settings"):
         parse_strategy("none", {"window": "7"})
+
+
+def test_the_default_is_lookahead_with_few_rows_on_a_cpu() -> None:
+    assert default_strategy("cuda") == (Lookahead(),)
+    assert default_strategy("cpu")[0].max_rows < 20

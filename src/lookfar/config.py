@@ -89,6 +89,13 @@ class Lookahead(Strategy):
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Jacobi, Lookahead)}
 NAMES = ("none", *STRATEGIES)
 
+
+def default_strategy(device_type: str) -> tuple[Strategy, ...]:
+    """Lookahead as its authors advise; on a CPU, where every row costs, with few rows."""
+    few_rows = Lookahead(window=2, ngram=4, guesses=3)
+    return (few_rows if device_type == "cpu" else Lookahead(),)
+
+
 StrategySpec = str | Strategy | Iterable[str | Strategy] | None
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookfar.choose import own_processors
-from lookfar.config import StrategySpec, parse_strategy
+from lookfar.config import StrategySpec, default_strategy, parse_strategy
 from lookfar.engine import Engine
 from lookfar.errors import LookfarWarning, ModelError, RequestError
 from lookfar.fallback import decode_plainly
@@ -36,7 +36,8 @@ class Completion:
 class LM:
     """A causal language model that decodes in fewer steps and returns what `model.generate` returns.
 
-    The model is put into evaluation mode and otherwise left as it is.
+    `strategy` is lookahead by default, with few rows on a CPU. The model is put into evaluation mode and otherwise left
+    as it is.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class LM:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        strategy: StrategySpec = "lookahead",
+        strategy: StrategySpec = None,
         max_batch: int = 8,
         max_length: int | None = None,
         prefill_rows: int = 512,
@@ -55,8 +56,8 @@ class LM:
             )
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self.strategy = parse_strategy(strategy)
         bound = BoundModel(model)
+        self.strategy = default_strategy(bound.device.type) if strategy is None else parse_strategy(strategy)
         if bound.support.trees and not _is_stock(model) and not verifies_trees(bound):
             reason = "its code does not follow the mask, positions and cache it is given"
             bound.support = replace(bound.support, reason=reason)

@@ -25,7 +25,7 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    strategy: StrategySpec = "lookahead",
+    strategy: StrategySpec = None,
     max_batch: int = 8,
     max_length: int | None = None,
 ) -> LM:

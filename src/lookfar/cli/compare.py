@@ -23,7 +23,7 @@ Repeats = Annotated[int, typer.Option(min=1, help="Decode this often with each, 
 def compare(
     prompt: options.Prompt,
     model: options.Model = "demo",
-    strategy: options.StrategyName = "lookahead",
+    strategy: options.StrategyName = None,
     settings: options.Settings = None,
     max_new_tokens: options.MaxNewTokens = 128,
     max_length: options.MaxLength = None,
@@ -37,33 +37,35 @@ def compare(
     chosen = options.strategies(strategy, settings)
     lm = options.load_model(model, device, dtype, max_length)
     ids = options.prompt_ids(lm, prompt, raw)
-    runs: dict[str, list[Completion]] = {"none": [], strategy: []}
-    plans: dict[str, Any] = {"none": "none", strategy: chosen}
+    contestants = {"plain": (), "strategy": lm.strategy if chosen is None else chosen}
+    name = "+".join(one.name for one in contestants["strategy"]) or "none"
+    runs: dict[str, list[Completion]] = {side: [] for side in contestants}
     # The first forward passes of a process are slow; they should not count against whoever comes first.
-    lm.generate(ids, max_new_tokens=min(4, max_new_tokens), strategy=chosen)
+    lm.generate(ids, max_new_tokens=min(4, max_new_tokens), strategy=contestants["strategy"])
     for _ in range(repeats):
-        for name, plan in plans.items():
-            with bar(f"Decoding with {name}", max_new_tokens) as advance:
-                runs[name].append(
+        for side, plan in contestants.items():
+            with bar(f"Decoding {'plainly' if side == 'plain' else 'with ' + name}", max_new_tokens) as advance:
+                runs[side].append(
                     lm.generate(
                         ids, max_new_tokens=max_new_tokens, strategy=plan, on_tokens=lambda _, n: advance(len(n))
                     )
                 )
-    seconds = {name: median(done.stats.seconds for done in dones) for name, dones in runs.items()}
-    plain, fast = runs["none"][0], runs[strategy][0]
+    seconds = {side: median(done.stats.seconds for done in dones) for side, dones in runs.items()}
+    plain, fast = runs["plain"][0], runs["strategy"][0]
     others = (done for dones in runs.values() for done in dones if done.token_ids != plain.token_ids)
     other = next(others, None)
     record = {
         "identical": other is None,
-        "speed_up": seconds["none"] / seconds[strategy],
+        "speed_up": seconds["plain"] / seconds["strategy"],
         "first_difference": None if other is None else _difference(lm, ids, plain.token_ids, other.token_ids),
-        "plain": _as_record(plain, seconds["none"]),
-        "strategy": {"name": strategy, "settings": [repr(s) for s in chosen]} | _as_record(fast, seconds[strategy]),
+        "plain": _as_record(plain, seconds["plain"]),
+        "strategy": {"name": name, "settings": [repr(one) for one in contestants["strategy"]]}
+        | _as_record(fast, seconds["strategy"]),
     }
     if as_json:
         print(json.dumps(record, ensure_ascii=False))
     else:
-        _show(lm, record, plain, fast, strategy)
+        _show(lm, record, plain, fast, name)
 
 
 def _as_record(done: Completion, seconds: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from lookfar.cli import options
 def generate(
     prompt: options.Prompt,
     model: options.Model = "demo",
-    strategy: options.StrategyName = "lookahead",
+    strategy: options.StrategyName = None,
     settings: options.Settings = None,
     max_new_tokens: options.MaxNewTokens = 128,
     max_length: options.MaxLength = None,

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 Prompt = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
 Model = Annotated[str, typer.Option(help="demo, a directory of a saved model, or a hub name.")]
-StrategyName = Annotated[str, typer.Option("--strategy", help="none, jacobi, lookahead, or several joined by +.")]
+StrategyName = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy",
+        help="none, jacobi, lookahead, or several joined by +. By default lookahead, with few rows on a CPU.",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A strategy's setting, e.g. window=7. Repeatable."),
@@ -35,17 +41,19 @@ def say(kind: str, sentence: str, style: str) -> None:
     Console(stderr=True).print(f"[{style}]{kind}:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
 
 
-def strategies(name: str, settings: list[str] | None) -> tuple[Strategy, ...]:
-    """The strategies that `--strategy` and `--set` describe."""
+def strategies(name: str | None, settings: list[str] | None) -> tuple[Strategy, ...] | None:
+    """The strategies that `--strategy` and `--set` describe; None if neither was given."""
     from lookfar.config import parse_strategy
 
+    if name is None and not settings:
+        return None
     pairs = {}
     for setting in settings or []:
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set takes key=value, not {setting!r}.")
         pairs[key.strip()] = value.strip()
-    return parse_strategy(name, pairs)
+    return parse_strategy(name or "lookahead", pairs)
 
 
 def load_model(name: str, device: str | None, dtype: str | None, max_length: int | None) -> LM:
