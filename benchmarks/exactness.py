@@ -25,7 +25,6 @@ from rich.table import Table
 
 import lookfar
 from lookfar.choose import first_difference, margin_after
-from lookfar.config import parse_strategy
 from lookfar.progress import bar
 from lookfar.stats import add_up, is_natural
 
@@ -118,7 +117,7 @@ def main() -> None:
     if options.batch:
         with bar(f"Decoding in batches of {options.batch}", len(names)) as advance:
             for name in names:
-                batch = lm.generate(prompts, max_new_tokens=new, strategy=parse_strategy(STRATEGIES[name]))
+                batch = lm.generate(prompts, max_new_tokens=new, strategy=STRATEGIES[name])
                 same = sum(d.token_ids == e for d, e in zip(batch, expected, strict=True))
                 report["strategies"][name]["identical_in_batch"] = same
                 advance(1)

@@ -36,12 +36,17 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(caught.value.code or 0)
 
 
+def save(family: str, folder: Path) -> str:
+    """Save a tiny model of a family with a tokenizer; returns the directory."""
+    tokenizer = byte_tokenizer()
+    tiny_model(family, torch.float32, vocab_size=len(tokenizer)).save_pretrained(folder / "tiny")
+    tokenizer.save_pretrained(folder / "tiny")
+    return str(folder / "tiny")
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
-    tokenizer = byte_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer)).float().save_pretrained(tmp_path / "tiny")
-    tokenizer.save_pretrained(tmp_path / "tiny")
-    return str(tmp_path / "tiny")
+    return save("llama", tmp_path)
 
 
 def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,11 +171,9 @@ def test_compare_never_hides_a_difference(
 def test_a_model_that_decodes_plainly_is_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    tokenizer = byte_tokenizer()
-    tiny_model("mamba", torch.float32, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "tiny")
-    tokenizer.save_pretrained(tmp_path / "tiny")
+    model = save("mamba", tmp_path)
     capsys.readouterr()
-    assert run(monkeypatch, "generate", "abc", "--model", str(tmp_path / "tiny"), "--max-new-tokens", "3") == 0
+    assert run(monkeypatch, "generate", "abc", "--model", model, "--max-new-tokens", "3") == 0
     shown = capsys.readouterr().err
     assert "Note: mamba decodes plainly, without guesses: its recurrent state" in shown
     assert "3 tokens in 3 steps" in shown

@@ -32,28 +32,31 @@ def positions_as_bias(model: PreTrainedModel, masks: StepMasks) -> Iterator[None
     base = model.base_model
     blocks = base.blocks if model.config.model_type == "mpt" else base.h
 
+    made: dict[str, Any] = {}  # the same for all blocks
+
     def hook(block: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        table = kwargs[argument]
-        kwargs[argument] = bias = _read_at(table, masks)
-        dtype = args[0].dtype
-        visible = masks.of(LayerKind()).to(args[0].device)
-        hidden = torch.finfo(dtype).min
-        if model.config.model_type == "mpt":
-            kwargs["attention_mask"] = ~visible
-        elif model.config.model_type == "falcon":
-            # As the model does it: the bias, scaled, is part of the mask.
-            scale = (model.config.hidden_size // model.config.num_attention_heads) ** 0.5
-            kwargs["attention_mask"] = torch.masked_fill(bias / scale, ~visible, hidden)
-        else:
-            kwargs["attention_mask"] = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
-                ~visible, hidden
-            )
-        return args, kwargs
+        if not made:
+            bias = _read_at(kwargs[argument], masks)
+            made.update({argument: bias, "attention_mask": _mask(model.config, masks, bias, args[0].dtype)})
+        return args, kwargs | made
 
     with ExitStack() as hooks:
         for block in blocks:
             hooks.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield
+
+
+def _mask(config: Any, masks: StepMasks, bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The step's visibility in the form the family's blocks take."""
+    invisible = ~masks.of(LayerKind()).to(bias.device)
+    if config.model_type == "mpt":
+        return invisible
+    hidden = torch.finfo(dtype).min
+    if config.model_type == "falcon":
+        # As the model does it: the bias, scaled, is part of the mask.
+        scale = (config.hidden_size // config.num_attention_heads) ** 0.5
+        return torch.masked_fill(bias / scale, invisible, hidden)
+    return torch.zeros(invisible.shape, dtype=dtype, device=bias.device).masked_fill(invisible, hidden)
 
 
 def _read_at(table: torch.Tensor, masks: StepMasks) -> torch.Tensor:

@@ -20,11 +20,11 @@ def plan_sequence(sequence: Sequence, prefill_rows: int) -> SequencePlan:
         return SequencePlan(chain, sequence.cached, complete=False)
     # The bonus token is always emitted, so a guess deeper than this could never be.
     max_depth = sequence.remaining - 1
-    tree, riders = TokenTree(), []
-    if max_depth > 0:
-        for drafter in sequence.drafters:
-            proposal = drafter.propose(sequence.ids, max_depth)
-            for path in proposal.drafts:
-                tree.insert(path, drafter.name, sequence.request.extra_rows, max_depth)
-            riders.append(proposal.riders)
-    return SequencePlan(chain, sequence.cached, tree=tree, riders=tuple(riders))
+    drafters = sequence.drafters if max_depth > 0 else []
+    proposals = [drafter.propose(sequence.ids, max_depth) for drafter in drafters]
+    riders = tuple(proposal.riders for proposal in proposals)
+    tree, max_nodes = TokenTree(), sequence.request.extra_rows - sum(map(len, riders))
+    for drafter, proposal in zip(drafters, proposals, strict=True):
+        for path in proposal.drafts:
+            tree.insert(path, drafter.name, max_nodes, max_depth)
+    return SequencePlan(chain, sequence.cached, tree=tree, riders=riders)

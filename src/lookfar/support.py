@@ -59,7 +59,7 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
         "max_positions": _max_positions(text),
         "tree_limit": _tree_limit(text),
     }
-    return Support(config.model_type, reason=_why_not(config, text, model_class), **facts)
+    return Support(config.model_type, reason=_why_not(config, text, model_class, kinds), **facts)
 
 
 def causal_class(config: PreTrainedConfig) -> type:
@@ -80,7 +80,7 @@ def causal_class(config: PreTrainedConfig) -> type:
     return causal
 
 
-def _why_not(config: PreTrainedConfig, text: PreTrainedConfig, model_class: type) -> str:
+def _why_not(config: PreTrainedConfig, text: PreTrainedConfig, model_class: type, kinds: dict[str, LayerKind]) -> str:
     """Why trees cannot be verified; empty if they can."""
     for model_type in (config.model_type, text.model_type):
         if model_type in BY_PLACE:
@@ -95,7 +95,7 @@ def _why_not(config: PreTrainedConfig, text: PreTrainedConfig, model_class: type
     others = set(getattr(text, "layer_types", None) or ()) - set(LAYER_TYPES)
     if others:
         return f"it has layers of the type {min(others)}, which are not plain attention"
-    if unmasked := _unmasked(text, model_class):
+    if unmasked := _unmasked(kinds, model_class):
         return f"its config names a {unmasked} that its attention does not follow"
     parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
     if "past_key_values" not in parameters:
@@ -127,12 +127,12 @@ def _layer_kinds(text: PreTrainedConfig) -> tuple[bool, dict[str, LayerKind]]:
     return False, {"full_attention": LayerKind()}
 
 
-def _unmasked(text: PreTrainedConfig, model_class: type) -> LayerKind | None:
+def _unmasked(kinds: dict[str, LayerKind], model_class: type) -> LayerKind | None:
     """A kind of layer that the config speaks of but whose mask the model's code never makes."""
     code = sys.modules[model_class.__module__]
     if not model_class.__module__.startswith("transformers."):
         return None  # someone's own code: the probe decides
-    for kind in _layer_kinds(text)[1].values():
+    for kind in kinds.values():
         for attribute, function in MASK_FUNCTION.items():
             if getattr(kind, attribute) is not None and not hasattr(code, function):
                 return kind
