@@ -295,3 +295,12 @@ def test_the_users_model_is_left_as_it_was(llama: PreTrainedModel, engine: Engin
     loss = llama(ids, labels=ids).loss
     loss.backward()  # nothing inside became an inference tensor
     llama.zero_grad()
+
+
+def test_guesses_and_riders_together_keep_to_the_promised_rows(engine: Engine, expected: list[list[int]]) -> None:
+    """A drafter that proposes too much must not push the riders past the reserved cells."""
+    many = Scripted(lambda ids: [[first, *range(3, 12)] for first in range(3, 40)], rows=2)
+    request = Request(PROMPTS[0], NEW, strategies=(many, Lookahead(window=5, ngram=4, guesses=0)))
+    done = engine.run([request])[0]
+    assert done.output == expected[0]
+    assert done.stats.rows <= done.stats.steps * (1 + request.extra_rows)
