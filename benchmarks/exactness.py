@@ -16,10 +16,10 @@ import json
 import platform
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
+from prompts import generate, read_prompts
 from rich.console import Console
 from rich.table import Table
 
@@ -36,26 +36,6 @@ STRATEGIES = {  # lookahead N/W/G
     "lookahead 5/15/15": lookfar.Lookahead(window=15, ngram=5, guesses=15, from_prompt=False),
     "lookahead 5/15/15 + prompt": lookfar.Lookahead(window=15, ngram=5, guesses=15, from_prompt=True),
 }
-
-
-def read_prompts(lm: lookfar.LM, path: Path, limit: int) -> list[list[int]]:
-    prompts = []
-    for line in path.read_text().splitlines()[:limit]:
-        item = json.loads(line)
-        if item["format"] == "chat":
-            content = item["turns"][0] if "turns" in item else item["prompt"]
-            prompts.append(lm.chat_ids([{"role": "user", "content": content}]))
-        else:
-            prompts.append(lm.encode(item["prompt"]))
-    return prompts
-
-
-def generate(lm: lookfar.LM, prompt: list[int], new: int) -> tuple[list[int], float]:
-    """`model.generate`: the new tokens and the seconds."""
-    ids = torch.tensor([prompt], device=lm.device)
-    start = perf_counter()
-    out = lm.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
-    return out[0, len(prompt) :].tolist(), perf_counter() - start
 
 
 def main() -> None:

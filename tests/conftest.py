@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -34,6 +35,15 @@ def reference(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) ->
 def random_prompts(*lengths: int, seed: int = 0, vocab: int = 90) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(3, vocab) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def costs_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Cost curves of tiny models belong into no user's cache."""
+    folder = tmp_path_factory.mktemp("costs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lookfar.costs.cache_dir", lambda: folder)
+        yield
 
 
 @pytest.fixture(scope="session")

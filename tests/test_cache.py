@@ -11,9 +11,7 @@ from lookfar.tree import Plan, SequencePlan, TokenTree
 
 def rows(cached: int, count: int) -> SequencePlan:
     """A sequence plan with a root and a chain of `count − 1` guesses."""
-    tree = TokenTree()
-    tree.insert(list(range(count - 1)), "test", 99, 99)
-    return SequencePlan(np.array([0]), cached, tree=tree)
+    return SequencePlan(np.array([0]), cached, tree=TokenTree.of([list(range(count - 1))]))
 
 
 def states(*marks: list[int], width: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import lookfar
-from lookfar.config import Jacobi, Lookahead, default_strategy, parse_strategy
+from lookfar.config import AUTO, Jacobi, Lookahead, default_budget, parse_strategy
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_specs(spec: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("lookahed", "Unknown strategy 'lookahed': use one of none, jacobi, lookahead"),
+        ("lookahed", "Unknown strategy 'lookahed': use one of auto, none, suffix"),
         ("lookahead+", "Unknown strategy ''"),
         ("jacobi+jacobi", "named once"),
         (7, "strategy takes a name"),
@@ -85,6 +85,8 @@ def test_plain_decoding_takes_no_settings() -> None:
         parse_strategy("none", {"window": "7"})
 
 
-def test_the_default_is_lookahead_with_few_rows_on_a_cpu() -> None:
-    assert default_strategy("cuda") == (Lookahead(),)
-    assert default_strategy("cpu")[0].max_rows < 20
+def test_automatic_means_its_sources_and_an_automatic_budget() -> None:
+    assert parse_strategy("auto") == AUTO
+    assert default_budget(AUTO) == "auto"
+    assert default_budget(parse_strategy("auto+lookahead")) == "auto"
+    assert default_budget(parse_strategy("lookahead")) is None

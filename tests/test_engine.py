@@ -12,9 +12,11 @@ from transformers import PreTrainedModel
 from conftest import random_prompts, reference
 from families import tiny_model
 from lookfar.config import Jacobi, Lookahead, Strategy
+from lookfar.drafters.base import Drafter
 from lookfar.drafters.scripted import Scripted, ScriptedDrafter
 from lookfar.engine import Engine
 from lookfar.errors import CapacityError, ConfigError
+from lookfar.memory import Memory
 from lookfar.model import BoundModel
 from lookfar.sequence import Request
 
@@ -179,9 +181,9 @@ def test_drafters_see_what_happened(engine: Engine, expected: list[list[int]]) -
     kept: list[ScriptedDrafter] = []
 
     class Watched(Scripted):
-        def start(self, prompt: list[int]) -> ScriptedDrafter:
-            kept.append(super().start(prompt))
-            return kept[-1]
+        def start(self, request: Request, memory: Memory) -> list[Drafter]:
+            kept.append(ScriptedDrafter(self.script))
+            return [kept[-1]]
 
     truth = expected[0]
 
@@ -192,7 +194,8 @@ def test_drafters_see_what_happened(engine: Engine, expected: list[list[int]]) -
     done = engine.run([Request(PROMPTS[0], 12, strategies=(Watched(script),))])[0]
     assert done.output == truth[:12]
     outcomes = kept[0].seen
-    assert [o.emitted for o in outcomes] == [truth[i : i + 2] for i in range(0, 10, 2)]
+    assert [o.emitted for o in outcomes] == [truth[i : i + 2] for i in range(0, 12, 2)]
+    assert [o.finished for o in outcomes] == [False] * 5 + [True]
     for i, outcome in enumerate(outcomes):
         start = 2 * i
         assert outcome.along([truth[start]]) == truth[start : start + 2]

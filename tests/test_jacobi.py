@@ -11,9 +11,7 @@ from lookfar.tree import TokenTree
 
 
 def outcome(guess: list[int], answers: list[int], emitted: list[int]) -> Outcome:
-    tree = TokenTree()
-    tree.insert(guess, "jacobi", 99, 99)
-    return Outcome(emitted, tree, np.array(answers), np.zeros(0, np.int64))
+    return Outcome(emitted, TokenTree.of([guess]), np.array(answers), np.zeros(0, np.int64))
 
 
 def test_it_starts_from_the_end_of_the_prompt() -> None:

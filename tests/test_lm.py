@@ -46,7 +46,8 @@ def lm(tokenizer: PreTrainedTokenizerFast) -> lookfar.LM:
 
 def test_the_surface_is_what_it_says() -> None:
     assert sorted(lookfar.__all__) == sorted(
-        ["LM", "Completion", "Jacobi", "Lookahead", "LookfarError", "Stats", "__version__", "load"]
+        ["LM", "Completion", "LookfarError", "Stats", "Store", "__version__", "load"]
+        + ["DraftModel", "Jacobi", "Lookahead", "PromptLookup", "Recycle", "Suffix", "Trie"]
     )
     assert all(getattr(lookfar, name) is not None for name in lookfar.__all__)
     assert dir(lookfar) == sorted(lookfar.__all__)
@@ -89,13 +90,14 @@ def test_strategy_per_call_and_per_lm(lm: lookfar.LM) -> None:
 
 
 def test_stats_are_counts_and_their_ratios(lm: lookfar.LM) -> None:
-    stats = lm.generate("abc", max_new_tokens=NEW).stats
+    stats = lm.generate("abc", max_new_tokens=NEW, strategy="lookahead").stats
     assert stats.tokens == NEW == sum(stats.step_sizes)
     assert stats.steps == len(stats.step_sizes)
     assert stats.tokens_per_step == NEW / stats.steps
     assert stats.rows_per_step == stats.rows / stats.steps
     assert stats.prompt_tokens == 3
     assert stats.seconds > 0
+    assert 0 < stats.host_seconds < stats.seconds
     assert stats.tokens_per_second == NEW / stats.seconds
     assert json.loads(json.dumps(stats.as_dict()))["drafters"]["lookahead"]["proposed"] >= 0
 

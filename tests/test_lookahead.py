@@ -8,7 +8,7 @@ import pytest
 from lookfar.config import Lookahead
 from lookfar.drafters.base import Outcome
 from lookfar.drafters.lookahead import LookaheadDrafter, NgramPool
-from lookfar.tree import SequencePlan, TokenTree
+from lookfar.tree import NO_TREE, SequencePlan, TokenTree
 
 N, W = 4, 5
 ROOT_TOKEN, P = 100, 30  # the current token and its position
@@ -22,7 +22,7 @@ def window() -> LookaheadDrafter:
 
 
 def outcome(rider_choices: list[int], root_choice: int = 0, emitted: list[int] | None = None) -> Outcome:
-    return Outcome(emitted or [root_choice], TokenTree(), np.array([root_choice]), np.array(rider_choices))
+    return Outcome(emitted or [root_choice], NO_TREE, np.array([root_choice]), np.array(rider_choices))
 
 
 def test_the_step_layout_row_by_row() -> None:
@@ -30,9 +30,7 @@ def test_the_step_layout_row_by_row() -> None:
     drafter.pool.add(ROOT_TOKEN, (51, 52, 53))
     drafter.pool.add(ROOT_TOKEN, (51, 62, 63))
     proposal = drafter.propose([1, 2, ROOT_TOKEN], limit=100)
-    tree = TokenTree()
-    for guess in proposal.drafts:
-        tree.insert(guess, "lookahead", 100, 100)
+    tree = TokenTree.of(proposal.drafts.tolist())
     rows = SequencePlan(np.array([ROOT_TOKEN]), P, tree=tree, riders=(proposal.riders,))
 
     # What the paper says, written down independently: name → (token, position, the other rows it sees).
@@ -133,7 +131,7 @@ def test_prompt_n_grams_and_those_of_the_growing_text() -> None:
 
 def test_guesses_are_cut_to_the_tokens_that_can_still_be_emitted() -> None:
     drafter = LookaheadDrafter(Lookahead(window=2, ngram=5), [1, 2, 3, 4, 5, 1])
-    assert drafter.propose([1, 2, 3, 4, 5, 1], limit=2).drafts == [(2, 3)]
+    assert drafter.propose([1, 2, 3, 4, 5, 1], limit=2).drafts.tolist() == [[2, 3]]
 
 
 @pytest.mark.parametrize("config", [Lookahead(w, n, 3) for w in (1, 2, 5, 15) for n in (2, 3, 5, 9)])

@@ -11,9 +11,7 @@ from lookfar.tree import Plan, SequencePlan, TokenTree
 
 
 def make_plan() -> Plan:
-    tree = TokenTree()
-    for path in ([5, 6, 7], [8, 9]):
-        tree.insert(path, "test", 99, 99)
+    tree = TokenTree.of([[5, 6, 7], [8, 9]])
     return Plan([SequencePlan(np.array([1, 2]), 6, tree=tree), SequencePlan(np.array([1]), 2)])
 
 

@@ -6,22 +6,44 @@ from typing import TYPE_CHECKING, Any
 from lookfar.version import __version__
 
 if TYPE_CHECKING:
-    from lookfar.config import Jacobi, Lookahead
+    from lookfar.config import DraftModel, Jacobi, Lookahead, PromptLookup, Recycle, Suffix, Trie
     from lookfar.errors import LookfarError
     from lookfar.lm import LM, Completion
     from lookfar.loading import load
     from lookfar.stats import Stats
+    from lookfar.store import Store
 
-__all__ = ["LM", "Completion", "Jacobi", "Lookahead", "LookfarError", "Stats", "__version__", "load"]
+__all__ = [
+    "LM",
+    "Completion",
+    "DraftModel",
+    "Jacobi",
+    "Lookahead",
+    "LookfarError",
+    "PromptLookup",
+    "Recycle",
+    "Stats",
+    "Store",
+    "Suffix",
+    "Trie",
+    "__version__",
+    "load",
+]
 
 # Looked up when first used, so that `lookfar --help` does not wait for torch.
 _HOME = {
     "LM": "lm",
     "Completion": "lm",
+    "DraftModel": "config",
     "Jacobi": "config",
     "Lookahead": "config",
     "LookfarError": "errors",
+    "PromptLookup": "config",
+    "Recycle": "config",
     "Stats": "stats",
+    "Store": "store",
+    "Suffix": "config",
+    "Trie": "config",
     "load": "loading",
 }
 

@@ -14,8 +14,9 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from lookfar.arrays import Ints
 from lookfar.errors import CapacityError
-from lookfar.tree import Ints, Plan
+from lookfar.tree import Plan
 
 
 class SlotLayer(CacheLayerMixin):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from lookfar.tree import Ints
+from lookfar.arrays import Floats, Int32s, Ints
 
 
 def greedy(logits: torch.Tensor) -> Ints:
@@ -16,6 +16,12 @@ def greedy(logits: torch.Tensor) -> Ints:
     # float32 even for float64 models: transformers compares the logits in float32.
     chosen: Ints = logits.float().argmax(-1).cpu().numpy().astype(np.int64)
     return chosen
+
+
+def best(logits: torch.Tensor, count: int) -> tuple[Int32s, Floats]:
+    """The `count` best tokens of every row and their logits, [batch, rows, count], best first."""
+    values, ids = logits.float().topk(min(count, logits.shape[-1]), -1)
+    return ids.to(torch.int32).cpu().numpy(), values.cpu().numpy()
 
 
 def greedy_after(processors: LogitsProcessorList, prefix: Seq[int], logits: torch.Tensor) -> int:

@@ -4,30 +4,48 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from threading import Lock
+from time import perf_counter
+from typing import Any
 
 import numpy as np
 
+from lookfar.arrays import Ints
+from lookfar.budget import CostCurve
 from lookfar.cache import SlotCache
-from lookfar.drafters.base import Outcome
+from lookfar.costs import step_costs
+from lookfar.drafters.base import Outcome, Predictions
 from lookfar.errors import CapacityError, ConfigError
+from lookfar.memory import Memory
 from lookfar.model import BoundModel
 from lookfar.planner import plan_step
-from lookfar.sequence import OnTokens, Request, Sequence
-from lookfar.tree import Ints, SequencePlan
-from lookfar.verify import Walk, verify
+from lookfar.sequence import OnStep, OnTokens, Request, Sequence
+from lookfar.successors import TOP
+from lookfar.tree import Plan
+from lookfar.verify import Answers, Walk, verify
+
+NO_CHOICES = np.zeros(0, np.int64)
 
 
 class Engine:
     """Decodes requests on one model, up to `max_batch` at a time."""
 
     def __init__(
-        self, model: BoundModel, max_batch: int = 8, max_length: int | None = None, prefill_rows: int = 512
+        self,
+        model: BoundModel,
+        max_batch: int = 8,
+        max_length: int | None = None,
+        prefill_rows: int = 512,
+        memory: Memory | None = None,
+        costs: CostCurve | None = None,
     ) -> None:
         for name, value in {"max_batch": max_batch, "max_length": max_length, "prefill_rows": prefill_rows}.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
         self.model = model
+        self.memory = memory or Memory(model.vocab_size)
+        self.costs = costs  # measured when an automatic budget first asks for it
         self.max_batch = max_batch
         self.prefill_rows = prefill_rows
         limits = [limit for limit in (max_length, model.support.max_positions) if limit is not None]
@@ -51,11 +69,15 @@ class Engine:
         within = support.tree_limit is None or request.length + request.extra_rows <= support.tree_limit
         return support.trees and within
 
-    def run(self, requests: Seq[Request], on_tokens: OnTokens | None = None) -> list[Sequence]:
+    def run(
+        self, requests: Seq[Request], on_tokens: OnTokens | None = None, on_step: OnStep | None = None
+    ) -> list[Sequence]:
         """Decode all requests; finished sequences come back in the order of the requests."""
         for request in requests:
             self.check(request)
         with self._lock:
+            if self.costs is None and any(r.budget == "auto" and r.strategies for r in requests):
+                self.costs = step_costs(self.model)
             self._reserve(requests)
             waiting = deque(enumerate(requests))
             finished: dict[int, Sequence] = {}
@@ -63,25 +85,36 @@ class Engine:
                 while waiting or self.active:
                     while waiting and len(self.active) < self.cache.slots:
                         index, request = waiting.popleft()
-                        self.active.append(Sequence(request, index))
-                    self.step(on_tokens)
+                        self.active.append(Sequence(request, index, self.memory))
+                    self.step(on_tokens, on_step)
                     finished |= {sequence.index: sequence for sequence in self._retire()}
             finally:
                 self.active.clear()
         return [finished[index] for index in range(len(requests))]
 
-    def step(self, on_tokens: OnTokens | None = None) -> None:
+    def step(self, on_tokens: OnTokens | None = None, on_step: OnStep | None = None) -> None:
         """One forward: the next group of sequences advances by a piece of a prompt, or by one token or more."""
+        began = perf_counter()
         group, first_slot = self._next_group()
-        plan = plan_step(group, first_slot, self.prefill_rows)
+        plan = plan_step(group, first_slot, self.prefill_rows, self.memory, self.costs)
+        planned = perf_counter()
         logits = self.model.forward(plan, self.cache)
-        walks, choices = verify(plan, group, logits)
+        top = TOP if any(sequence.wants_predictions for sequence in group) else 0
+        walks, answers = verify(plan, group, logits, top)
+        verified = perf_counter()
+        starts = [sequence.cached for sequence in group]
+        taken = [self._advance(plan, i, sequence, walks[i], answers) for i, sequence in enumerate(group)]
+        ended = perf_counter()
         for i, sequence in enumerate(group):
-            start, rows = sequence.cached, plan.sequences[i]
-            taken, kept = self._advance(sequence, rows, walks[i], choices[i])
-            self.cache.commit(first_slot + i, start, kept)
-            if taken and on_tokens is not None:
-                on_tokens(sequence, taken)
+            tokens, kept = taken[i]
+            self.cache.commit(first_slot + i, starts[i], kept)
+            sequence.stats.host_seconds += (planned - began + ended - verified) / len(group)
+            if tokens and on_tokens is not None:
+                on_tokens(sequence, tokens)
+            if on_step is not None and walks[i] is not None:
+                on_step(sequence, plan.sequences[i], tokens, perf_counter() - began)
+        if self.costs is not None and all(len(rows.chain) == 1 for rows in plan.sequences):
+            self.costs.refine(plan.batch * plan.width, perf_counter() - began)
 
     def _next_group(self) -> tuple[list[Sequence], int]:
         """Neighbouring slots for one forward: prompts first, as many as make one padded block of rows; else all."""
@@ -97,27 +130,50 @@ class Engine:
         return self.active[start:end], start
 
     def _advance(
-        self, sequence: Sequence, rows: SequencePlan, walk: Walk | None, choices: Ints
+        self, plan: Plan, place: int, sequence: Sequence, walk: Walk | None, answers: Answers
     ) -> tuple[list[int], Ints]:
         """Append what was emitted, count, and tell the drafters. Returns the new tokens and the rows to keep cached:
         the chain, and the accepted nodes up to a stop."""
+        rows = plan.sequences[place]
+        before = sequence.ids[sequence.cached - 1] if sequence.cached else -1
         taken = sequence.append(walk.tokens) if walk else []
         accepted = walk.nodes[: len(taken)] if walk else []
         kept = np.array([*range(len(rows.chain)), *map(rows.node_row, accepted)], dtype=np.int64)
         sequence.cached += len(kept)
-        if walk is None:
-            return taken, kept
-        stats = sequence.stats
-        stats.rows += len(rows) - rows.root_row
-        for source in rows.tree.sources:
-            stats.drafter(source).proposed += 1
-        for node in accepted:
-            stats.drafter(rows.tree.sources[node]).accepted += 1
-        if sequence.finish_reason is None:
-            nodes = choices[rows.root_row : rows.node_row(len(rows.tree))]
-            for i, drafter in enumerate(sequence.drafters):
-                drafter.observe(sequence.ids, Outcome(taken, rows.tree, nodes, choices[rows.rider_rows(i)]))
+        if walk is not None:
+            sequence.stats.count_step(rows, accepted)
+            if plan.guesses is not None:
+                plan.guesses.learn(place, taken)
+        if sequence.drafters:
+            self._tell(plan, place, sequence, before, taken, accepted, answers)
         return taken, kept
+
+    def _tell(
+        self,
+        plan: Plan,
+        place: int,
+        sequence: Sequence,
+        before: int,
+        taken: list[int],
+        accepted: list[int],
+        answers: Answers,
+    ) -> None:
+        """Show a step to the sequence's drafters; a piece of a prompt only to those that want predictions."""
+        rows, choices = plan.sequences[place], answers.choices[place]
+        outcome = Outcome(
+            emitted=taken,
+            tree=rows.tree,
+            choices=choices[rows.root_row : rows.node_row(len(rows.tree))],
+            rider_choices=NO_CHOICES,
+            predictions=_predictions(plan, place, before, answers) if sequence.wants_predictions else None,
+            last=max(rows.learned, 1) - 1 + (accepted[-1] + 1 if accepted else 0),
+            finished=sequence.finish_reason is not None,
+        )
+        for i, drafter in enumerate(sequence.drafters):
+            if rows.complete or drafter.wants_predictions:
+                riding = bool(rows.riders) and len(rows.riders[i]) > 0
+                seen = replace(outcome, rider_choices=choices[rows.rider_rows(i)]) if riding else outcome
+                drafter.observe(sequence.ids, seen)
 
     def _retire(self) -> list[Sequence]:
         """Free the slots of finished sequences; the last active sequence moves into each gap."""
@@ -141,3 +197,22 @@ class Engine:
 
     def _limit_is_ours(self) -> bool:
         return self.max_length != self.model.support.max_positions
+
+
+def _predictions(plan: Plan, place: int, before: int, answers: Answers) -> Predictions | None:
+    """The best next tokens after a sequence's rows, riders left out; `before` is the token before the first row."""
+    rows = plan.sequences[place]
+    first = len(rows.chain) - (max(rows.learned, 1) if rows.complete else rows.learned)
+    last = rows.node_row(len(rows.tree))
+    if answers.top_ids is None or answers.top_logits is None or first == last:
+        return None
+    tokens = plan.tokens[place, :last].astype(np.int32)
+    behind = np.empty(last, np.int32)
+    behind[0], behind[1 : len(rows.chain)] = before, tokens[: rows.root_row]
+    behind[len(rows.chain) :] = tokens[rows.node_row(0) + rows.tree.parents]
+    # The rows lie side by side among the kept ones, unless another sequence wants rows between.
+    where = np.searchsorted(plan.kept, (first, last - 1))
+    at: Any = slice(where[0], where[1] + 1)
+    if where[1] - where[0] != last - 1 - first:
+        at = np.searchsorted(plan.kept, np.arange(first, last))
+    return Predictions(behind[first:], tokens[first:], answers.top_ids[place, at], answers.top_logits[place, at])

@@ -25,5 +25,9 @@ class DemoError(ModelError):
     """The demo model cannot be fetched or converted."""
 
 
+class StoreError(LookfarError):
+    """A store cannot be read, written or used with this model."""
+
+
 class LookfarWarning(UserWarning):
     """Something works, but not as was asked."""

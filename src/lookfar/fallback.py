@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import BaseStreamer
 
+from lookfar.memory import Memory
 from lookfar.sequence import OnTokens, Request, Sequence
 
 
@@ -31,9 +32,11 @@ class _Follow(BaseStreamer):
         pass
 
 
-def decode_plainly(model: PreTrainedModel, request: Request, index: int, on_tokens: OnTokens | None = None) -> Sequence:
+def decode_plainly(
+    model: PreTrainedModel, request: Request, index: int, memory: Memory, on_tokens: OnTokens | None = None
+) -> Sequence:
     """Decode one request with `model.generate`."""
-    sequence = Sequence(request, index)
+    sequence = Sequence(request, index, memory)
     ids = torch.tensor([request.prompt], device=model.device)
     model.generate(
         ids,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
@@ -11,14 +12,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lookfar.choose import own_processors
-from lookfar.config import StrategySpec, default_strategy, parse_strategy
+from lookfar.config import Budget, Strategy, StrategySpec, check_budget, default_budget, parse_strategy
 from lookfar.engine import Engine
 from lookfar.errors import LookfarWarning, ModelError, RequestError
 from lookfar.fallback import decode_plainly
+from lookfar.memory import Memory
 from lookfar.model import BoundModel
 from lookfar.probe import verifies_trees
-from lookfar.sequence import FinishReason, OnTokens, Request, Sequence
+from lookfar.sequence import FinishReason, OnStep, OnTokens, Request, Sequence
 from lookfar.stats import Stats
+from lookfar.store import Store
 
 Prompt = str | Seq[int]
 
@@ -36,8 +39,10 @@ class Completion:
 class LM:
     """A causal language model that decodes in fewer steps and returns what `model.generate` returns.
 
-    `strategy` is lookahead by default, with few rows on a CPU. The model is put into evaluation mode and otherwise left
-    as it is.
+    `strategy` is "auto" by default, every source of guesses that pays, with as many rows a step as were measured to pay
+    on this machine (`budget="auto"`). `pack` keeps a packed copy of the linear weights for faster steps; by default on
+    a CPU in float32, if memory allows. `store` is a file of past texts to guess from; with `remember`, answers are kept
+    for guessing later ones, in this process. The model is put into evaluation mode and otherwise left as it is.
     """
 
     def __init__(
@@ -45,7 +50,11 @@ class LM:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        strategy: StrategySpec = None,
+        strategy: StrategySpec = "auto",
+        budget: Budget = None,
+        pack: bool | None = None,
+        store: str | os.PathLike[str] | None = None,
+        remember: bool = True,
         max_batch: int = 8,
         max_length: int | None = None,
         prefill_rows: int = 512,
@@ -56,17 +65,28 @@ class LM:
             )
         self.model = model.eval()
         self.tokenizer = tokenizer
-        bound = BoundModel(model)
-        self.strategy = default_strategy(bound.device.type) if strategy is None else parse_strategy(strategy)
+        self.strategy = parse_strategy(strategy)
+        check_budget(budget)
+        self.budget = budget
+        self.remember = remember
+        bound = BoundModel(model, pack=pack)
         if bound.support.trees and not _is_stock(model) and not verifies_trees(bound):
             reason = "its code does not follow the mask, positions and cache it is given"
             bound.support = replace(bound.support, reason=reason)
-        self.engine = Engine(bound, max_batch, max_length, prefill_rows)
+        memory = Memory(bound.vocab_size, Store(bound.vocab_size, tokenizer))
+        if store is not None:
+            memory.store.load(store)
+        self.engine = Engine(bound, max_batch, max_length, prefill_rows, memory)
         self._warned = False
 
     @property
     def device(self) -> torch.device:
         return self.engine.model.device
+
+    @property
+    def store(self) -> Store:
+        """Past texts to guess from: `learn`, `save` and `load`."""
+        return self.engine.memory.store
 
     @overload
     def generate(
@@ -75,7 +95,9 @@ class LM:
         *,
         max_new_tokens: int = ...,
         strategy: StrategySpec = ...,
+        budget: Budget = ...,
         on_tokens: OnTokens | None = ...,
+        on_step: OnStep | None = ...,
     ) -> Completion: ...
     @overload
     def generate(
@@ -84,7 +106,9 @@ class LM:
         *,
         max_new_tokens: int = ...,
         strategy: StrategySpec = ...,
+        budget: Budget = ...,
         on_tokens: OnTokens | None = ...,
+        on_step: OnStep | None = ...,
     ) -> list[Completion]: ...
 
     def generate(
@@ -93,17 +117,21 @@ class LM:
         *,
         max_new_tokens: int = 128,
         strategy: StrategySpec = None,
+        budget: Budget = None,
         on_tokens: OnTokens | None = None,
+        on_step: OnStep | None = None,
     ) -> Completion | list[Completion]:
         """Decode one prompt (text or token ids), or a list of them, greedily.
 
-        `strategy` replaces the one given when the LM was made. `on_tokens(sequence, tokens)` is called after each
-        step that gave a sequence new tokens.
+        `strategy` and `budget` replace those given when the LM was made. `on_tokens(sequence, tokens)` is called after
+        each step that gave a sequence new tokens, `on_step(sequence, rows, tokens, seconds)` with all that was fed too.
         """
         prompts, single = _as_prompts(prompt)
         strategies = self.strategy if strategy is None else parse_strategy(strategy)
-        requests = [self._request(self.encode(p), max_new_tokens, strategies) for p in prompts]
-        completions = [self._completion(sequence) for sequence in self._run(requests, on_tokens)]
+        check_budget(budget)
+        rows = budget or (self.budget if strategy is None else None) or default_budget(strategies)
+        requests = [self._request(self.encode(p), max_new_tokens, strategies, rows) for p in prompts]
+        completions = [self._completion(sequence) for sequence in self._run(requests, on_tokens, on_step)]
         return completions[0] if single else completions
 
     def chat(self, messages: Seq[Mapping[str, str]], **options: Any) -> Completion:
@@ -139,26 +167,29 @@ class LM:
             raise RequestError(f"Token id {bad[0]} is outside the vocabulary: ids go from 0 to {vocab_size - 1}.")
         return ids
 
-    def _request(self, ids: list[int], max_new_tokens: int, strategies: tuple[Any, ...]) -> Request:
+    def _request(
+        self, ids: list[int], max_new_tokens: int, strategies: tuple[Strategy, ...], budget: Budget
+    ) -> Request:
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise RequestError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}.")
         stop = self.model.generation_config.eos_token_id if self.model.can_generate() else None
         stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
-        request = Request(ids, max_new_tokens, stop_ids, strategies)
+        request = Request(ids, max_new_tokens, stop_ids, strategies, budget=budget, remember=self.remember)
         self.engine.check(request)
         if self.engine.can_draft(request):
             return replace(request, processors=own_processors(self.model, ids, max_new_tokens))
         return request
 
-    def _run(self, requests: list[Request], on_tokens: OnTokens | None) -> list[Sequence]:
+    def _run(self, requests: list[Request], on_tokens: OnTokens | None, on_step: OnStep | None) -> list[Sequence]:
         """Decode with the engine what it can take, and the rest plainly with transformers."""
         plain = {i: request for i, request in enumerate(requests) if not self.engine.can_draft(request)}
         ours = [i for i in range(len(requests)) if i not in plain]
-        done = dict(zip(ours, self.engine.run([requests[i] for i in ours], on_tokens), strict=True)) if ours else {}
+        run = self.engine.run([requests[i] for i in ours], on_tokens, on_step) if ours else []
+        done = dict(zip(ours, run, strict=True))
         for i, request in plain.items():
             if request.strategies:
                 self._warn(request)
-            done[i] = decode_plainly(self.model, replace(request, strategies=()), i, on_tokens)
+            done[i] = decode_plainly(self.model, replace(request, strategies=()), i, self.engine.memory, on_tokens)
         return [done[i] for i in range(len(requests))]
 
     def _warn(self, request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from lookfar.config import StrategySpec, parse_strategy
+from lookfar.config import Budget, StrategySpec, check_budget, parse_strategy
 from lookfar.demo import demo_model
 from lookfar.errors import ConfigError, LookfarError, ModelError
 from lookfar.lm import LM
@@ -25,7 +26,11 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    strategy: StrategySpec = None,
+    strategy: StrategySpec = "auto",
+    budget: Budget = None,
+    pack: bool | None = None,
+    store: str | os.PathLike[str] | None = None,
+    remember: bool = True,
     max_batch: int = 8,
     max_length: int | None = None,
 ) -> LM:
@@ -33,8 +38,10 @@ def load(
 
     `device`: a torch device, or "auto" to spread the model with accelerate; by default the GPU if there is one.
     `dtype`: a torch dtype or its name; by default the checkpoint's own on a GPU, float32 on a CPU.
+    The rest is as for `LM`.
     """
     parse_strategy(strategy)  # a mistake here should not cost a model's loading
+    check_budget(budget)
     device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config, where = read_config(name)
     causal_class(config)
@@ -46,7 +53,17 @@ def load(
             raise
         except Exception as error:  # transformers, safetensors and tokenizers raise whatever they like
             raise ModelError(f"{name} cannot be loaded: {first_sentence(error)}.") from error
-    return LM(model, tokenizer, strategy=strategy, max_batch=max_batch, max_length=max_length)
+    return LM(
+        model,
+        tokenizer,
+        strategy=strategy,
+        budget=budget,
+        pack=pack,
+        store=store,
+        remember=remember,
+        max_batch=max_batch,
+        max_length=max_length,
+    )
 
 
 def read_config(name: str) -> tuple[PreTrainedConfig, str]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from lookfar.alibi import positions_as_bias
 from lookfar.cache import SlotCache
 from lookfar.masks import StepMasks
+from lookfar.pack import PackedLinears, pack_by_default
 from lookfar.support import Support, examine
 from lookfar.tree import Plan
 
@@ -21,8 +22,9 @@ from lookfar.tree import Plan
 class BoundModel:
     """A causal language model that takes plans."""
 
-    def __init__(self, model: PreTrainedModel, support: Support | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, support: Support | None = None, pack: bool | None = None) -> None:
         self.model = model
+        self._packed = PackedLinears(model) if (pack_by_default(model) if pack is None else pack) else None
         self.support = support or examine(model.config, type(model))
         self._takes = set(inspect.signature(model.forward).parameters)
         self._attention = _mask_attention(model)
@@ -34,6 +36,16 @@ class BoundModel:
         if place.type == "meta":  # offloaded by accelerate, which says where it will be run
             return torch.device(self.model.get_input_embeddings()._hf_hook.execution_device)
         return place
+
+    @property
+    def packed(self) -> bool:
+        """Do its linear layers run with packed weights?"""
+        return self._packed is not None and bool(self._packed.layers)
+
+    @property
+    def packed_bytes(self) -> int:
+        """The memory that packed weights take beside the model's own."""
+        return self._packed.nbytes if self._packed is not None else 0
 
     @property
     def vocab_size(self) -> int:
@@ -50,6 +62,8 @@ class BoundModel:
         cache.begin(plan)
         kept = torch.from_numpy(plan.kept).to(self.device)
         with ExitStack() as during, torch.no_grad(), self._attention_that_takes_masks():
+            if self._packed is not None:
+                during.enter_context(self._packed.in_use())
             arguments = {"logits_to_keep": kept if len(kept) else 1} | self._shape_of_step(plan, cache, during)
             arguments = {name: value for name, value in arguments.items() if name in self._takes}
             logits: torch.Tensor = self.model(

@@ -1,30 +1,198 @@
-"""Drafters → one plan: every sequence's root, one tree of all guesses, and the riders."""
+"""Drafters → one plan: every sequence's root, one tree of the best guesses of all its sources, and the riders."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
+import numpy as np
+
+from lookfar.arrays import Int32s
+from lookfar.budget import CostCurve, best_count
+from lookfar.calibration import Calibration
+from lookfar.config import AUTO_ROWS, Recycle
+from lookfar.drafters.base import Proposal
+from lookfar.forest import Forest, Offers, grow_forest
+from lookfar.memory import Memory
 from lookfar.sequence import Sequence
-from lookfar.tree import Plan, SequencePlan, TokenTree
+from lookfar.successors import NO_SUCCESSORS, TOP
+from lookfar.tree import NO_RIDERS, ROOT, Plan, Riders, SequencePlan, TokenTree
+
+NO_PROPOSAL = Proposal()
+WORTH_A_LOOK = 0.01  # an automatic budget leaves candidates below this chance aside
+LEARNED_PROMPT = 128  # predictions of this many rows of a prompt are made for drafters, or of as many as it may emit
 
 
-def plan_step(sequences: Seq[Sequence], first_slot: int, prefill_rows: int) -> Plan:
+@dataclass(slots=True)
+class Guesses:
+    """The candidates of a step, fed or not, and whose estimates they were."""
+
+    forest: Forest
+    calibration: Calibration
+
+    @property
+    def tree_names(self) -> tuple[str, ...]:
+        """The sources by number; the last one stands for candidates that only successors offer."""
+        return (*self.calibration.sources, Recycle.name)
+
+    def learn(self, place: int, emitted: list[int]) -> None:
+        """Compare the candidates of the sequence at `place` with what its text went on with."""
+        self.forest.teach(place, np.array(emitted, dtype=np.int32), self.calibration)
+
+
+def plan_step(
+    sequences: Seq[Sequence], first_slot: int, prefill_rows: int, memory: Memory, costs: CostCurve | None = None
+) -> Plan:
     """Plan the next forward of sequences in neighbouring slots."""
-    return Plan([plan_sequence(sequence, prefill_rows) for sequence in sequences], first_slot)
+    chains = [plan_chain(sequence, prefill_rows) for sequence in sequences]
+    if not any(sequence.drafters for sequence in sequences):
+        return Plan(chains, first_slot)
+    proposals = [_propose(sequence, chain) for sequence, chain in zip(sequences, chains, strict=True)]
+    if not any(map(len, proposals)):
+        return Plan(chains, first_slot)
+    guesses = _grow(sequences, proposals, memory)
+    riders = [tuple(proposal.riders for proposal in of_one) for of_one in proposals]
+    count, riding = _afford(sequences, chains, riders, guesses.forest, costs, memory)
+    trees = _trees(guesses, count, len(sequences))
+    plans = [
+        SequencePlan(
+            chain.chain,
+            chain.cached,
+            chain.complete,
+            chain.learned,
+            tree,
+            of_one if riding else tuple(NO_RIDERS for _ in of_one),
+        )
+        for chain, tree, of_one in zip(chains, trees, riders, strict=True)
+    ]
+    return Plan(plans, first_slot, guesses=guesses)
 
 
-def plan_sequence(sequence: Sequence, prefill_rows: int) -> SequencePlan:
-    """A piece of the prompt while much of it is left; otherwise the rest of it, the guesses and the riders."""
+def plan_chain(sequence: Sequence, prefill_rows: int) -> SequencePlan:
+    """A piece of the prompt while much of it is left; otherwise the rest of it, at the least the root."""
     chain = sequence.chain(prefill_rows)
-    if len(chain) < sequence.uncached:
-        return SequencePlan(chain, sequence.cached, complete=False)
+    learned = 0
+    if sequence.wants_predictions:
+        known = sequence.cached + len(chain)
+        rows = max(LEARNED_PROMPT, sequence.request.max_new_tokens)
+        learned = max(known - max(len(sequence.request.prompt) - rows, sequence.cached), 0)
+    return SequencePlan(chain, sequence.cached, complete=len(chain) == sequence.uncached, learned=learned)
+
+
+def _propose(sequence: Sequence, chain: SequencePlan) -> list[Proposal]:
     # The bonus token is always emitted, so a guess deeper than this could never be.
-    max_depth = sequence.remaining - 1
-    drafters = sequence.drafters if max_depth > 0 else []
-    proposals = [drafter.propose(sequence.ids, max_depth) for drafter in drafters]
-    riders = tuple(proposal.riders for proposal in proposals)
-    tree, max_nodes = TokenTree(), sequence.request.extra_rows - sum(map(len, riders))
-    for drafter, proposal in zip(drafters, proposals, strict=True):
-        for path in proposal.drafts:
-            tree.insert(path, drafter.name, max_nodes, max_depth)
-    return SequencePlan(chain, sequence.cached, tree=tree, riders=riders)
+    limit = sequence.remaining - 1
+    if not chain.complete or limit < 1:
+        return []
+    return [drafter.propose(sequence.ids, limit) for drafter in sequence.drafters]
+
+
+def _grow(sequences: Seq[Sequence], proposals: Seq[Seq[Proposal]], memory: Memory) -> Guesses:
+    """All candidates for all sequences, in one heap."""
+    names: list[str] = []
+    drafted, sources, counts = [], [], [0]
+    recycled, runners = NO_SUCCESSORS, np.full((len(sequences), TOP - 1), -1, np.int32)
+    for i, (sequence, of_one) in enumerate(zip(sequences, proposals, strict=True)):
+        counts.append(counts[-1])
+        for drafter, proposal in zip(sequence.drafters, of_one, strict=False):
+            if proposal.successors is not None:
+                recycled = proposal.successors
+                runners[i, : len(proposal.runners)] = proposal.runners
+                continue
+            if drafter.name not in names:
+                names.append(drafter.name)
+            if len(proposal.drafts):
+                drafted.append(proposal)
+                sources.append(names.index(drafter.name))
+                counts[-1] += len(proposal.drafts)
+    offers = Offers(
+        drafts=_stack([proposal.drafts for proposal in drafted]),
+        grades=np.concatenate([NO_PROPOSAL.grades, *(proposal.grades for proposal in drafted)]),
+        weights=np.concatenate([NO_PROPOSAL.weights, *(proposal.weights for proposal in drafted)]),
+        sources=np.array(sources, np.int32).repeat([len(proposal.drafts) for proposal in drafted]),
+        starts=np.array(counts, np.int32),
+        roots=np.array([[s.ids[-2] if len(s.ids) > 1 else -1, s.ids[-1]] for s in sequences], dtype=np.int32),
+        runners=runners,
+        limits=np.array([s.remaining - 1 if p else 0 for s, p in zip(sequences, proposals, strict=True)], np.int32),
+    )
+    calibration = memory.calibration(names, recycled is not NO_SUCCESSORS)
+    return Guesses(grow_forest(offers, recycled, calibration, *_limits(sequences)), calibration)
+
+
+def _stack(drafts: list[Int32s]) -> Int32s:
+    """Drafts of several depths, one below the other."""
+    deepest = max((part.shape[1] for part in drafts), default=0)
+    if all(part.shape[1] == deepest for part in drafts):
+        return np.concatenate([np.zeros((0, deepest), np.int32), *drafts])
+    return np.concatenate([np.pad(part, ((0, 0), (0, deepest - part.shape[1])), constant_values=-1) for part in drafts])
+
+
+def _limits(sequences: Seq[Sequence]) -> tuple[int, int, float]:
+    """The most candidates to look at, the most of them for one sequence, and the least chance of one."""
+    budget = sequences[0].request.budget
+    batch = len(sequences)
+    if budget == "auto":
+        return (AUTO_ROWS - 1) * batch, AUTO_ROWS - 1, WORTH_A_LOOK
+    if budget is None:
+        each = max(sequence.request.extra_rows for sequence in sequences)
+        return each * batch, each, 0.0
+    return (budget - 1) * batch, budget - 1 if batch == 1 else 2 * budget - 1, 0.0
+
+
+def _afford(
+    sequences: Seq[Sequence],
+    chains: Seq[SequencePlan],
+    riders: Seq[tuple[Riders, ...]],
+    forest: Forest,
+    costs: CostCurve | None,
+    memory: Memory,
+) -> tuple[int, bool]:
+    """How many candidates to feed, best first, and whether the riders come along."""
+    budget = sequences[0].request.budget
+    riding = np.array([sum(map(len, of_one)) for of_one in riders], dtype=np.int32)
+    if isinstance(budget, int) and not riding.any():
+        return len(forest.picked), False
+    fixed = np.array([len(chain) for chain in chains], dtype=np.int32)
+    scores, owners = forest.scores[forest.picked], forest.owners[forest.picked]
+    if budget is None:
+        return _fitting(owners, np.array([s.request.extra_rows for s in sequences]) - riding), True
+    bonus = float(memory.rider_value * np.count_nonzero(riding))
+    if budget == "auto":
+        assert costs is not None
+        table = costs.table(int(len(sequences) * (max(fixed + riding) + AUTO_ROWS)))
+        count, rate = best_count(scores, owners, fixed, table, 0.0)
+        if not bonus:
+            return count, False
+        with_riders, other_rate = best_count(scores, owners, fixed + riding, table, bonus)
+        return (with_riders, True) if other_rate > rate else (count, False)
+    room = _limits(sequences)[0] - int(riding.sum())
+    if room < 0:
+        return len(scores), False
+    return (min(room, len(scores)), True) if scores[:room].sum() + bonus > scores.sum() else (len(scores), False)
+
+
+def _fitting(owners: np.ndarray, room: np.ndarray) -> int:
+    """How many candidates, best first, leave every sequence within its room."""
+    taken = np.zeros(len(room), dtype=int)
+    for count, owner in enumerate(owners):
+        taken[owner] += 1
+        if taken[owner] > room[owner]:
+            return count
+    return len(owners)
+
+
+def _trees(guesses: Guesses, count: int, batch: int) -> list[TokenTree]:
+    """The best `count` candidates as one tree a sequence."""
+    forest, names = guesses.forest, guesses.tree_names
+    picked = forest.picked[:count]
+    place = np.full(len(forest.tokens), ROOT, np.int32)
+    trees = []
+    for owner in range(batch):
+        nodes = picked[forest.owners[picked] == owner] if batch > 1 else picked
+        place[nodes] = np.arange(len(nodes))
+        parents = place[forest.parents[nodes]]
+        sources = forest.sources[nodes]
+        trees.append(
+            TokenTree(forest.tokens[nodes], parents, forest.depths[nodes], sources, forest.scores[nodes], names)
+        )
+    return trees

@@ -28,9 +28,7 @@ def verifies_trees(bound: BoundModel) -> bool:
 
 
 def _logits(bound: BoundModel, prompt: list[int], branches: list[list[int]]) -> torch.Tensor:
-    tree = TokenTree()
-    for branch in branches:
-        tree.insert(branch, "probe", max_nodes=len(branches) * BRANCH, max_depth=BRANCH)
+    tree = TokenTree.of(branches)
     plan = Plan([SequencePlan(np.array(prompt), cached=0, tree=tree)])
     cache = SlotCache(slots=1, capacity=len(prompt) + len(tree))
     return bound.forward(plan, cache)[0].float()

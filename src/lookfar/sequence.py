@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from lookfar.config import Strategy
+from lookfar.arrays import Ints
+from lookfar.config import AUTO_ROWS, Budget, Strategy
 from lookfar.drafters.base import Drafter
+from lookfar.memory import Memory
 from lookfar.stats import Stats
-from lookfar.tree import Ints
+from lookfar.tree import SequencePlan
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList
@@ -29,6 +31,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     strategies: tuple[Strategy, ...] = ()
     processors: LogitsProcessorList | None = None
+    budget: Budget = None  # rows a step: as many as pay, a number, or whatever the strategies propose
+    remember: bool = True  # may later requests guess from what this one said?
 
     @property
     def length(self) -> int:
@@ -38,6 +42,12 @@ class Request:
     @property
     def extra_rows(self) -> int:
         """The most rows its drafters add to one step."""
+        if not self.strategies:
+            return 0
+        if self.budget == "auto":
+            return AUTO_ROWS - 1
+        if self.budget is not None:
+            return 2 * self.budget  # in a batch, confident sequences take rows that others leave
         return sum(strategy.max_rows for strategy in self.strategies)
 
 
@@ -47,6 +57,7 @@ class Sequence:
 
     request: Request
     index: int  # its place among the requests of one call
+    memory: Memory
     ids: list[int] = field(init=False)
     cached: int = 0
     finish_reason: FinishReason | None = None
@@ -55,7 +66,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.prompt)
-        self.drafters = [strategy.start(self.request.prompt) for strategy in self.request.strategies]
+        request = self.request
+        self.drafters = [d for strategy in request.strategies for d in strategy.start(request, self.memory)]
         self.stats = Stats(prompt_tokens=len(self.ids))
         self._started = perf_counter()
 
@@ -66,6 +78,10 @@ class Sequence:
     @property
     def remaining(self) -> int:
         return self.request.length - len(self.ids)
+
+    @property
+    def wants_predictions(self) -> bool:
+        return any(drafter.wants_predictions for drafter in self.drafters)
 
     @property
     def uncached(self) -> int:
@@ -91,3 +107,5 @@ class Sequence:
 
 
 OnTokens = Callable[[Sequence, list[int]], None]  # called after a step with a sequence and its new tokens
+# Called after a step with a sequence, what it fed, its new tokens and the seconds the step took.
+OnStep = Callable[[Sequence, SequencePlan, list[int], float], None]

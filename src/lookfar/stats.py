@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from lookfar.tree import SequencePlan
 
 
 @dataclass
 class DrafterStats:
-    """How many tree nodes a drafter was the first to propose, and how many of them were accepted."""
+    """How many tree nodes a drafter proposed with most conviction, and how many of them were accepted."""
 
     proposed: int = 0
     accepted: int = 0
@@ -23,6 +28,7 @@ class Stats:
     rows: int = 0  # rows of those steps: root, draft tree and riders
     prompt_tokens: int = 0
     seconds: float = 0.0  # from the start of the request's prompt to its last token
+    host_seconds: float = 0.0  # of those: drafters, merge, plan and learning; in a batch, this request's share
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
 
     @property
@@ -46,6 +52,17 @@ class Stats:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
+    def count_step(self, rows: SequencePlan, accepted: list[int]) -> None:
+        """Count the rows of a step and whose guesses they were."""
+        self.rows += len(rows) - rows.root_row
+        if not len(rows.tree):
+            return
+        for name, count in zip(rows.tree.names, np.bincount(rows.tree.sources).tolist(), strict=False):
+            if count:
+                self.drafter(name).proposed += count
+        for node in accepted:
+            self.drafter(rows.tree.source(node)).accepted += 1
+
     def drafter(self, name: str) -> DrafterStats:
         return self.drafters.setdefault(name, DrafterStats())
 
@@ -58,6 +75,7 @@ class Stats:
             "rows_per_step": self.rows_per_step,
             "prompt_tokens": self.prompt_tokens,
             "seconds": self.seconds,
+            "host_seconds": self.host_seconds,
             "tokens_per_second": self.tokens_per_second,
             "step_sizes": self.step_sizes,
             "drafters": {n: {"proposed": d.proposed, "accepted": d.accepted} for n, d in self.drafters.items()},
@@ -72,6 +90,7 @@ def add_up(parts: Iterable[Stats]) -> Stats:
         total.rows += part.rows
         total.prompt_tokens += part.prompt_tokens
         total.seconds += part.seconds
+        total.host_seconds += part.host_seconds
         for name, counts in part.drafters.items():
             total.drafter(name).proposed += counts.proposed
             total.drafter(name).accepted += counts.accepted

@@ -7,59 +7,78 @@ is the root), tree nodes (parents before children), riders.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from lookfar.arrays import Bools, Floats, Int32s, Ints
+from lookfar.jit import jit
+
+if TYPE_CHECKING:
+    from lookfar.planner import Guesses
+
 
 ROOT = -1  # the parent of a tree's first nodes
 
 
+@dataclass(frozen=True)
 class TokenTree:
-    """Guesses for what follows the root, with shared prefixes stored once."""
+    """Guesses for what follows the root, with shared prefixes stored once. Parents come before their children."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.depths: list[int] = []  # 1 for a child of the root
-        self.sources: list[str] = []  # who proposed the node first
-        self._children: dict[tuple[int, int], int] = {}
+    tokens: Int32s
+    parents: Int32s  # `ROOT` for a child of the root
+    depths: Int32s  # 1 for a child of the root
+    sources: Int32s  # who proposed the node with most conviction, by its place in `names`
+    scores: Floats  # the estimated probability that the node is accepted
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, paths: Seq[Seq[int]], source: str = "") -> TokenTree:
+        """The tree of some paths from the root, for those who have no planner."""
+        places: dict[tuple[int, ...], int] = {}
+        for path in paths:
+            for depth in range(1, len(path) + 1):
+                places.setdefault(tuple(path[:depth]), len(places))
+        columns = [[p[-1], places.get(p[:-1], ROOT), len(p), 0] for p in places]
+        tokens, parents, depths, sources = np.array(columns, dtype=np.int32).reshape(-1, 4).T
+        return cls(tokens, parents, depths, sources, np.ones(len(places), np.float32), (source,))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` (or of `ROOT`) that holds `token`."""
-        return self._children.get((node, token))
+        found = ((self.parents == node) & (self.tokens == token)).nonzero()[0]
+        return int(found[0]) if len(found) else None
 
-    def insert(self, path: Seq[int], source: str, max_nodes: int, max_depth: int) -> None:
-        """Add a path of tokens from the root, sharing what is there, as far as the limits allow."""
-        node = ROOT
-        for depth, token in enumerate(path[:max_depth], start=1):
-            found = self._children.get((node, token))
-            if found is None:
-                if len(self.tokens) >= max_nodes:
-                    return
-                found = len(self.tokens)
-                self.tokens.append(token)
-                self.parents.append(node)
-                self.depths.append(depth)
-                self.sources.append(source)
-                self._children[node, token] = found
-            node = found
+    def source(self, node: int) -> str:
+        return self.names[int(self.sources[node])]
 
-    def ancestors(self) -> Bools:
-        """[nodes, nodes]: does row i's path from the root pass through node j (itself included)?"""
-        seen = np.eye(len(self), dtype=bool)
-        parents, depths = np.array(self.parents, dtype=np.int64), np.array(self.depths, dtype=np.int64)
-        for depth in range(2, int(depths.max(initial=0)) + 1):
-            nodes = np.flatnonzero(depths == depth)
-            seen[nodes] |= seen[parents[nodes]]
-        return seen
+
+NO_TREE = TokenTree(*(np.zeros(0, np.int32),) * 4, np.zeros(0, np.float32))
+
+
+@jit
+def visibility(chain, parents, riders):  # type: ignore[no-untyped-def]
+    """[rows, rows]: the chain sees backwards, every other row the chain, and every node the path to it.
+
+    What the `riders` rows at the end see of each other is for their drafters to say.
+    """
+    nodes = len(parents)
+    rows = chain + nodes + riders
+    visible = np.zeros((rows, rows), np.bool_)
+    for row in range(chain):
+        visible[row, : row + 1] = True
+    for row in range(chain, rows):
+        visible[row, :chain] = True
+    for node in range(nodes):
+        row, parent = chain + node, parents[node]
+        if parent >= 0:
+            visible[row, chain : chain + parent + 1] = visible[chain + parent, chain : chain + parent + 1]
+        visible[row, row] = True
+    return visible
 
 
 @dataclass(frozen=True)
@@ -85,8 +104,9 @@ class SequencePlan:
     chain: Ints  # [c] tokens at positions cached … cached + c − 1
     cached: int  # how many tokens of the sequence have their keys and values cached
     complete: bool = True  # False: a piece of a long prompt, nothing is chosen after it
-    tree: TokenTree = field(default_factory=TokenTree)
-    riders: tuple[Riders, ...] = ()  # one entry for each drafter, perhaps without rows
+    learned: int = 0  # how many of the chain's last rows drafters want the predictions of
+    tree: TokenTree = NO_TREE
+    riders: tuple[Riders, ...] = ()  # one entry for each drafter, perhaps without rows; or none at all
 
     def __len__(self) -> int:
         return len(self.chain) + len(self.tree) + sum(map(len, self.riders))
@@ -106,36 +126,31 @@ class SequencePlan:
 
     @cached_property
     def tokens(self) -> Ints:
-        parts = [self.chain, np.array(self.tree.tokens, dtype=np.int64), *(r.tokens for r in self.riders)]
-        return np.concatenate(parts)
+        return np.concatenate([self.chain, self.tree.tokens, *(r.tokens for r in self.riders)])
 
     @cached_property
     def positions(self) -> Ints:
         root = self.cached + self.root_row
-        depths = np.array(self.tree.depths, dtype=np.int64)
         chain = np.arange(self.cached, root + 1)
-        return np.concatenate([chain, root + depths, *(root + r.offsets for r in self.riders)])
+        return np.concatenate([chain, root + self.tree.depths, *(root + r.offsets for r in self.riders)])
 
     @cached_property
     def visible(self) -> Bools:
         """[rows, rows]: which rows of this step each row sees. All rows see all cached tokens as well."""
-        c, rows = len(self.chain), len(self)
-        visible = np.zeros((rows, rows), dtype=bool)
-        visible[:, :c] = True
-        visible[:c, :c] = np.tri(c, dtype=bool)
-        start = c
-        for block in (self.tree.ancestors(), *(r.sees for r in self.riders)):
-            end = start + len(block)
-            visible[start:end, start:end] = block
+        riding = sum(map(len, self.riders))
+        visible: Bools = visibility(len(self.chain), self.tree.parents, riding)
+        start = len(self) - riding
+        for riders in self.riders:
+            end = start + len(riders)
+            visible[start:end, start:end] = riders.sees
             start = end
         return visible
 
     @cached_property
     def wanted(self) -> Bools:
         """[rows]: rows whose logits are needed."""
-        if not self.complete:
-            return np.zeros(len(self), dtype=bool)
-        chain = np.arange(len(self.chain)) == self.root_row
+        rows = max(self.learned, int(self.complete))
+        chain = np.arange(len(self.chain)) >= len(self.chain) - rows
         return np.concatenate([chain, np.ones(len(self.tree), bool), *(r.wanted for r in self.riders)])
 
 
@@ -145,13 +160,25 @@ class Plan:
     Padding rows hold token 0 at the root's position, see what the root sees, and are never read.
     """
 
-    def __init__(self, sequences: Seq[SequencePlan], first_slot: int = 0, kept: Ints | None = None) -> None:
+    def __init__(
+        self,
+        sequences: Seq[SequencePlan],
+        first_slot: int = 0,
+        kept: Ints | None = None,
+        guesses: Guesses | None = None,
+    ) -> None:
         self.sequences = sequences
+        self.guesses = guesses  # what the trees were chosen from
         self.first_slot = first_slot
         self.cached = np.array([s.cached for s in sequences], dtype=np.int64)  # [batch]
         self.rows = np.array([len(s) for s in sequences], dtype=np.int64)  # [batch]
         self.width = int(self.rows.max())
         batch = len(sequences)
+        if batch == 1:
+            only = sequences[0]
+            self.tokens, self.positions, self.visible = only.tokens[None], only.positions[None], only.visible[None]
+            self.kept = np.flatnonzero(only.wanted) if kept is None else kept
+            return
         self.tokens = np.zeros((batch, self.width), dtype=np.int64)
         self.positions = np.zeros((batch, self.width), dtype=np.int64)
         self.visible = np.zeros((batch, self.width, self.width), dtype=bool)

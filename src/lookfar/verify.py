@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lookfar.choose import greedy, greedy_after
+from lookfar.arrays import Floats, Int32s, Ints
+from lookfar.choose import best, greedy, greedy_after
 from lookfar.sequence import Sequence
-from lookfar.tree import ROOT, Ints, Plan, TokenTree
+from lookfar.tree import ROOT, Plan, TokenTree
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,25 @@ def walk(tree: TokenTree, choose: Callable[[int, list[int]], int]) -> Walk:
         node = child
 
 
-def verify(plan: Plan, sequences: Seq[Sequence], logits: torch.Tensor) -> tuple[list[Walk | None], Ints]:
+@dataclass(frozen=True)
+class Answers:
+    """What the model said after the rows of a step, without processors."""
+
+    choices: Ints  # [batch, rows] -1 where the logits were not wanted
+    top_ids: Int32s | None = None  # [batch, kept rows, k] best first
+    top_logits: Floats | None = None
+
+
+def verify(
+    plan: Plan, sequences: Seq[Sequence], logits: torch.Tensor, top: int = 0
+) -> tuple[list[Walk | None], Answers]:
     """Walk every sequence of a step; one that fed a piece of its prompt has no walk.
 
-    Also returns every row's choice without processors, [batch, rows], for rows whose logits were wanted.
+    `top` predictions of every kept row come back too, if drafters want them.
     """
     if not len(plan.kept):
-        return [None] * plan.batch, np.full(plan.tokens.shape, -1)
-    choices = plan.by_row(greedy(logits))
-    kept_index = {int(row): i for i, row in enumerate(plan.kept)}
+        return [None] * plan.batch, Answers(np.full(plan.tokens.shape, -1))
+    answers = Answers(plan.by_row(greedy(logits)), *(best(logits, top) if top else ()))
 
     def walk_one(i: int) -> Walk | None:
         sequence, rows = sequences[i], plan.sequences[i]
@@ -52,11 +63,13 @@ def verify(plan: Plan, sequences: Seq[Sequence], logits: torch.Tensor) -> tuple[
         if not rows.complete:
             return None
         if processors is None:
-            return walk(rows.tree, lambda node, _: int(choices[i, rows.node_row(node)]))
+            chosen = answers.choices[i]
+            return walk(rows.tree, lambda node, _: int(chosen[rows.node_row(node)]))
 
         def choose(node: int, tokens: list[int]) -> int:
-            return greedy_after(processors, sequence.ids + tokens, logits[i, kept_index[rows.node_row(node)]])
+            row = np.searchsorted(plan.kept, rows.node_row(node))
+            return greedy_after(processors, sequence.ids + tokens, logits[i, row])
 
         return walk(rows.tree, choose)
 
-    return [walk_one(i) for i in range(plan.batch)], choices
+    return [walk_one(i) for i in range(plan.batch)], answers

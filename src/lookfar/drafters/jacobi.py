@@ -12,13 +12,14 @@ class JacobiDrafter:
     """One chain of `block` tokens. It starts as a copy of the prompt's end and converges from the left."""
 
     name = Jacobi.name
+    wants_predictions = False
 
     def __init__(self, config: Jacobi, prompt: list[int]) -> None:
         self.block = config.block
         self.guess = self._filled(prompt[-config.block :])
 
     def propose(self, ids: Seq[int], limit: int) -> Proposal:
-        return Proposal(drafts=[self.guess[:limit]])
+        return Proposal.of([self.guess[:limit]])
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
         # answers[i] is the model's choice for the place of guess[i]; those before the new root are now text.

@@ -49,6 +49,7 @@ class LookaheadDrafter:
     """The window and the pool of one sequence."""
 
     name = Lookahead.name
+    wants_predictions = False
 
     def __init__(self, config: Lookahead, prompt: list[int]) -> None:
         self.config = config
@@ -64,7 +65,7 @@ class LookaheadDrafter:
     def propose(self, ids: Seq[int], limit: int) -> Proposal:
         self.root = ids[-1]
         guesses = [guess[:limit] for guess in self.pool.after(self.root)]
-        return Proposal(guesses, self.window_rows())
+        return Proposal.of(guesses, riders=self.window_rows())
 
     def window_rows(self) -> Riders:
         """The window as rider rows: level 0 first, then the other levels, each from column to column."""
@@ -83,6 +84,10 @@ class LookaheadDrafter:
         )
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
+        if self.config.from_prompt:
+            self.pool.add_text(ids, new=len(outcome.emitted))
+        if len(outcome.rider_choices) != sum(map(len, self.levels)):
+            return  # the window was not fed: other rows were worth more
         answers = self._top_answers(outcome)
         if len(self.levels) < self.config.ngram - 1:  # warm-up
             self.levels = [tokens[1:] for tokens in [*self.levels, answers]]
@@ -90,8 +95,6 @@ class LookaheadDrafter:
             self._harvest(answers)
             _, *rest = [*self.levels, answers]
             self.levels = [rest[0][1:], *rest[1:]]
-        if self.config.from_prompt:
-            self.pool.add_text(ids, new=len(outcome.emitted))
 
     def _top_answers(self, outcome: Outcome) -> list[int]:
         """The model's answers to the top level, one a column."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lookfar.config import Strategy
-from lookfar.drafters.base import Outcome, Proposal
+from lookfar.drafters.base import Drafter, Outcome, Proposal
+from lookfar.memory import Memory
+from lookfar.sequence import Request
 
 Script = Callable[[Seq[int]], list[list[int]]]  # the text so far → drafts
 
@@ -20,8 +22,8 @@ class Scripted(Strategy):
     script: Script
     rows: int = 64
 
-    def start(self, prompt: list[int]) -> ScriptedDrafter:
-        return ScriptedDrafter(self.script)
+    def start(self, request: Request, memory: Memory) -> list[Drafter]:
+        return [ScriptedDrafter(self.script)]
 
     @property
     def max_rows(self) -> int:
@@ -32,13 +34,14 @@ class ScriptedDrafter:
     """Keeps every outcome it is shown in `seen`."""
 
     name = Scripted.name
+    wants_predictions = False
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.seen: list[Outcome] = []
 
     def propose(self, ids: Seq[int], limit: int) -> Proposal:
-        return Proposal(self.script(ids))
+        return Proposal.of([path[:limit] for path in self.script(ids)])
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
         self.seen.append(outcome)

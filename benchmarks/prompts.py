@@ -1,0 +1,32 @@
+"""What the benchmarks share: prompts from jsonl files, and what `model.generate` makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+import lookfar
+
+
+def read_prompts(lm: lookfar.LM, path: Path, limit: int) -> list[list[int]]:
+    """The first prompts of a file with `format: chat | completion` and `turns` or `prompt`."""
+    prompts = []
+    for line in path.read_text().splitlines()[:limit]:
+        item = json.loads(line)
+        if item["format"] == "chat":
+            content = item["turns"][0] if "turns" in item else item["prompt"]
+            prompts.append(lm.chat_ids([{"role": "user", "content": content}]))
+        else:
+            prompts.append(lm.encode(item["prompt"]))
+    return prompts
+
+
+def generate(lm: lookfar.LM, prompt: list[int], new: int) -> tuple[list[int], float]:
+    """`model.generate`: the new tokens and the seconds."""
+    ids = torch.tensor([prompt], device=lm.device)
+    start = perf_counter()
+    out = lm.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+    return out[0, len(prompt) :].tolist(), perf_counter() - start

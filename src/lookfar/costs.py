@@ -1,0 +1,67 @@
+"""The cost curve of a model on this machine: measured on first use, kept in the user's cache directory."""
+
+from __future__ import annotations
+
+import platform
+
+import numpy as np
+import torch
+
+from lookfar.budget import CostCurve, keep_curve, measure, read_curve
+from lookfar.cache import SlotCache
+from lookfar.choose import best, greedy
+from lookfar.demo import cache_dir
+from lookfar.model import BoundModel
+from lookfar.progress import bar
+from lookfar.successors import TOP
+from lookfar.tree import Plan, SequencePlan, TokenTree
+
+CONTEXT = 256  # tokens before the measured steps; real steps correct for longer ones
+
+
+def step_costs(model: BoundModel) -> CostCurve:
+    """The kept curve, or a new one."""
+    path, key = cache_dir() / "costs.json", machine_and_model(model)
+    curve = read_curve(path, key)
+    if curve is None:
+        with bar("Measuring what a step costs (once for this model and machine)"):
+            curve = measure_model(model)
+        keep_curve(path, key, curve)
+    return curve
+
+
+def measure_model(model: BoundModel) -> CostCurve:
+    """Time steps of the model with more and more rows, in the shape of a tree."""
+    context = min(CONTEXT, (model.support.max_positions or CONTEXT) // 2)
+    cache = SlotCache(1, context + 256)
+    root = np.zeros(1, dtype=np.int64)
+
+    def step(rows: int) -> None:
+        places = np.arange(rows - 1, dtype=np.int32)
+        depths = np.log2(places + 2).astype(np.int32)  # two children a node
+        tree = TokenTree(places % model.vocab_size, (places - 2) // 2, depths, places, places.astype(np.float32))
+        logits = model.forward(Plan([SequencePlan(root, context, tree=tree)]), cache)
+        greedy(logits)
+        best(logits, TOP)
+
+    return measure(step)
+
+
+def machine_and_model(model: BoundModel) -> str:
+    """Everything the cost of a step depends on, as far as it can be named."""
+    config = model.model.config.get_text_config(decoder=True)
+    device = model.device
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    facts = [
+        config.model_type,
+        sum(p.numel() for p in model.model.parameters()),
+        getattr(config, "num_hidden_layers", ""),
+        model.vocab_size,
+        model.model.dtype,
+        model.packed,
+        device.type,
+        place,
+        torch.get_num_threads(),
+        torch.__version__,
+    ]
+    return " ".join(map(str, facts))

@@ -1,0 +1,31 @@
+"""Token Recycling (Luo et al. 2024), with pairs: what the model last predicted after each token and pair of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from lookfar.arrays import Int32s
+from lookfar.config import Recycle
+from lookfar.drafters.base import NO_TOKENS, Outcome, Proposal
+from lookfar.successors import Successors
+
+
+class RecycleDrafter:
+    """Offers successors for every place of the tree, and the runners-up of the root for the first."""
+
+    name = Recycle.name
+    wants_predictions = True
+
+    def __init__(self, successors: Successors) -> None:
+        self.successors = successors
+        self.runners: Int32s = NO_TOKENS
+
+    def propose(self, ids: Seq[int], limit: int) -> Proposal:
+        return Proposal(successors=self.successors, runners=self.runners)
+
+    def observe(self, ids: Seq[int], outcome: Outcome) -> None:
+        rows = outcome.predictions
+        if rows is None:
+            return
+        self.successors.learn(rows.before, rows.tokens, rows.top_ids, rows.top_logits)
+        self.runners = rows.top_ids[outcome.last, 1:]
