@@ -35,7 +35,7 @@ LEVEL_BOUNDS = np.array([0.97, 0.88, 0.7, 0.5, 0.3, 0.15, 0.05], dtype=np.float3
 
 BASE = -2.0  # the log-odds of a token for which nothing speaks
 RATE = 0.25
-STEADINESS = 4.0  # how many doubtful observations the first weights are worth
+STEADINESS = 1.0  # how many doubtful observations the first weights are worth
 
 
 class Calibration:

@@ -39,7 +39,9 @@ def measure_model(model: BoundModel) -> CostCurve:
     def step(rows: int) -> None:
         places = np.arange(rows - 1, dtype=np.int32)
         depths = np.log2(places + 2).astype(np.int32)  # two children a node
-        tree = TokenTree(places % model.vocab_size, (places - 2) // 2, depths, places, places.astype(np.float32))
+        tree = TokenTree(
+            places % model.vocab_size, (places - 2) // 2, depths, places, places.astype(np.float32), places
+        )
         logits = model.forward(Plan([SequencePlan(root, context, tree=tree)]), cache)
         greedy(logits)
         best(logits, TOP)

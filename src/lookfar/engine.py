@@ -22,7 +22,7 @@ from lookfar.model import BoundModel
 from lookfar.planner import plan_step
 from lookfar.sequence import OnStep, OnTokens, Request, Sequence
 from lookfar.successors import TOP
-from lookfar.tree import Plan
+from lookfar.tree import Plan, SequencePlan
 from lookfar.verify import Answers, Walk, verify
 
 NO_CHOICES = np.zeros(0, np.int64)
@@ -144,6 +144,7 @@ class Engine:
             sequence.stats.count_step(rows, accepted)
             if plan.guesses is not None:
                 plan.guesses.learn(place, taken)
+                self.memory.judge_riders(_brought_by_riders(sequence, rows, accepted))
         if sequence.drafters:
             self._tell(plan, place, sequence, before, taken, accepted, answers)
         return taken, kept
@@ -197,6 +198,14 @@ class Engine:
 
     def _limit_is_ours(self) -> bool:
         return self.max_length != self.model.support.max_positions
+
+
+def _brought_by_riders(sequence: Sequence, rows: SequencePlan, accepted: list[int]) -> int | None:
+    """How many accepted tokens only a drafter with riders offered; None if no riders were fed."""
+    riding = {sequence.drafters[i].name for i, riders in enumerate(rows.riders) if len(riders)}
+    if not riding:
+        return None
+    return sum(bool(rows.tree.backers[node] == 1) and rows.tree.source(node) in riding for node in accepted)
 
 
 def _predictions(plan: Plan, place: int, before: int, answers: Answers) -> Predictions | None:

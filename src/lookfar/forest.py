@@ -61,7 +61,8 @@ class Forest:
     tokens: Int32s
     depths: Int32s
     scores: Floats
-    sources: Int32s
+    sources: Int32s  # whose drafts speak for it most; one more than there are for what only successors offer
+    backers: Int32s  # how many sources offer it
     features: Int32s  # [candidates, features each]
     first_child: Int32s  # -1: not looked at
     child_count: Int32s
@@ -171,6 +172,7 @@ def grow(  # type: ignore[no-untyped-def]
     depths = np.empty(room, np.int32)
     scores = np.empty(room, np.float32)
     best_source = np.empty(room, np.int32)
+    backers = np.zeros(room, np.int32)
     features = np.empty((room, width), np.int32)
     first_child = np.full(room, -1, np.int32)
     child_count = np.zeros(room, np.int32)
@@ -283,7 +285,8 @@ def grow(  # type: ignore[no-untyped-def]
             mine[3] = (
                 TABLES + TABLE + (of_pair[child] if of_pair[child] or best_of_pair < 0 else 1 + LEVELS + best_of_pair)
             )
-            chosen, most = source_count, np.float32(-100.0)  # only successors offer it
+            chosen, most = source_count, np.float32(-100.0)
+            backers[new] = min(rank[child] + of_token[child] + of_pair[child], 1)
             for source in range(source_count):
                 best = GRADES - 1
                 while best >= 0 and present[source, best] == 0:
@@ -294,6 +297,7 @@ def grow(  # type: ignore[no-untyped-def]
                     part = support[child, source] / present[source, own]
                     share = 0 if part < 0.35 else 1 if part < 0.7 else 2
                     feature = FOR + (own * SHARES + share) * 2 + (1 if own == best else 0)
+                    backers[new] += 1
                 elif best >= 0:
                     feature = AGAINST + best
                 mine[4 + source] = DRAFTS + source * SOURCE + feature
@@ -314,6 +318,7 @@ def grow(  # type: ignore[no-untyped-def]
         depths[:used],
         scores[:used],
         best_source[:used],
+        backers[:used],
         features[:used],
         first_child[:used],
         child_count[:used],

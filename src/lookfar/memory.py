@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lookfar.model import BoundModel
 
 PAIRS = 1 << 16
+HOPED_OF_RIDERS = 0.3  # tokens a step that riders get credit for before they are tried, and again after a long rest
 
 
 class Memory:
@@ -21,10 +22,18 @@ class Memory:
     def __init__(self, vocab_size: int, store: Store | None = None) -> None:
         self.store = store or Store(vocab_size)
         self.vocab_size = vocab_size
-        self.rider_value = 0.3  # tokens that a sequence's riders bring to a later step: a guess, then measured
+        self.rider_value = HOPED_OF_RIDERS
         self.draft_models: dict[object, BoundModel] = {}  # smaller models that guess, by what they were asked for as
         self._successors: Successors | None = None
         self._calibrations: dict[tuple[tuple[str, ...], bool], Calibration] = {}
+
+    def judge_riders(self, brought: int | None) -> None:
+        """Learn what rider rows bring: the accepted tokens of a step that nobody else offered; None if none rode.
+
+        Riders that do not pay rest until the hope in them is back, so they are tried again once in a long while.
+        """
+        target, rate = (brought, 0.02) if brought is not None else (HOPED_OF_RIDERS, 0.001)
+        self.rider_value += rate * (target - self.rider_value)
 
     @property
     def successors(self) -> Successors:

@@ -190,9 +190,15 @@ def _trees(guesses: Guesses, count: int, batch: int) -> list[TokenTree]:
     for owner in range(batch):
         nodes = picked[forest.owners[picked] == owner] if batch > 1 else picked
         place[nodes] = np.arange(len(nodes))
-        parents = place[forest.parents[nodes]]
-        sources = forest.sources[nodes]
         trees.append(
-            TokenTree(forest.tokens[nodes], parents, forest.depths[nodes], sources, forest.scores[nodes], names)
+            TokenTree(
+                forest.tokens[nodes],
+                place[forest.parents[nodes]],
+                forest.depths[nodes],
+                forest.sources[nodes],
+                forest.scores[nodes],
+                forest.backers[nodes],
+                names,
+            )
         )
     return trees

@@ -32,6 +32,7 @@ class TokenTree:
     depths: Int32s  # 1 for a child of the root
     sources: Int32s  # who proposed the node with most conviction, by its place in `names`
     scores: Floats  # the estimated probability that the node is accepted
+    backers: Int32s  # how many sources proposed it
     names: tuple[str, ...] = ()
 
     @classmethod
@@ -43,7 +44,15 @@ class TokenTree:
                 places.setdefault(tuple(path[:depth]), len(places))
         columns = [[p[-1], places.get(p[:-1], ROOT), len(p), 0] for p in places]
         tokens, parents, depths, sources = np.array(columns, dtype=np.int32).reshape(-1, 4).T
-        return cls(tokens, parents, depths, sources, np.ones(len(places), np.float32), (source,))
+        return cls(
+            tokens,
+            parents,
+            depths,
+            sources,
+            np.ones(len(places), np.float32),
+            np.ones(len(places), np.int32),
+            (source,),
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -57,7 +66,7 @@ class TokenTree:
         return self.names[int(self.sources[node])]
 
 
-NO_TREE = TokenTree(*(np.zeros(0, np.int32),) * 4, np.zeros(0, np.float32))
+NO_TREE = TokenTree(*(np.zeros(0, np.int32),) * 4, np.zeros(0, np.float32), np.zeros(0, np.int32))
 
 
 @jit
