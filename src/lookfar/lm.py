@@ -88,6 +88,11 @@ class LM:
         """Past texts to guess from: `learn`, `save` and `load`."""
         return self.engine.memory.store
 
+    def forget(self) -> None:
+        """Forget what past requests left to guess from, and what was loaded into the store."""
+        memory = self.engine.memory
+        self.engine.memory = Memory(memory.vocab_size, Store(memory.vocab_size, self.tokenizer))
+
     @overload
     def generate(
         self,

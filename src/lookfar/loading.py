@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from lookfar.config import Budget, StrategySpec, check_budget, parse_strategy
 from lookfar.demo import demo_model
@@ -64,6 +70,18 @@ def load(
         max_batch=max_batch,
         max_length=max_length,
     )
+
+
+def load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, int]:
+    """The tokenizer of a model and the size of its vocabulary, without the weights."""
+    config, where = read_config(name)
+    causal_class(config)
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(where)
+    except Exception as error:
+        raise ModelError(f"{name} has no tokenizer that can be loaded: {first_sentence(error)}.") from error
+    return tokenizer, int(config.get_text_config(decoder=True).vocab_size)
 
 
 def read_config(name: str) -> tuple[PreTrainedConfig, str]:

@@ -117,17 +117,13 @@ class Store:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the store to a file, whole or not at all."""
+        write_store(self, Path(path), fingerprint(self.tokenizer))
+
+    def contents(self) -> dict[str, Int32s]:
+        """What a file holds: the texts, and the trie's nodes."""
         with self._lock:
-            arrays = {"text": self.index.text.copy()} | dict(
-                zip(("tokens", "parents", "counts"), self.trie.counted(), strict=True)
-            )
-        header = {
-            "version": VERSION,
-            "vocab_size": self.vocab_size,
-            "tokenizer": fingerprint(self.tokenizer),
-            "arrays": {name: len(array) for name, array in arrays.items()},
-        }
-        write_file(Path(path), header, list(arrays.values()))
+            tokens, parents, counts = self.trie.counted()
+            return {"text": self.index.text.copy(), "tokens": tokens, "parents": parents, "counts": counts}
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Add what a file holds to this store."""
@@ -159,10 +155,18 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
     return digest.hexdigest()
 
 
-def write_file(path: Path, header: dict[str, Any], arrays: list[Int32s]) -> None:
+def write_store(store: Store, path: Path, tokenizer: str) -> None:
     """Magic, length of the header, header (JSON), int32 arrays, SHA-256 of all that. Replaces the file in one move."""
+    arrays = store.contents()
+    header = {
+        "version": VERSION,
+        "vocab_size": store.vocab_size,
+        "tokenizer": tokenizer,
+        "arrays": {name: len(array) for name, array in arrays.items()},
+    }
     text = json.dumps(header).encode()
-    parts = [MAGIC, len(text).to_bytes(4, "little"), text, *(array.astype("<i4").tobytes() for array in arrays)]
+    data = [array.astype("<i4").tobytes() for array in arrays.values()]
+    parts = [MAGIC, len(text).to_bytes(4, "little"), text, *data]
     digest = hashlib.sha256()
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -10,8 +10,10 @@ import typer
 
 from lookfar.cli.check import check
 from lookfar.cli.compare import compare
+from lookfar.cli.explain import explain
 from lookfar.cli.generate import generate
 from lookfar.cli.options import say
+from lookfar.cli.store import app as store
 from lookfar.errors import LookfarError, LookfarWarning
 from lookfar.version import __version__
 
@@ -24,6 +26,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(compare)
 app.command()(check)
+app.command()(explain)
+app.add_typer(store, name="store")
 
 
 def _version(wanted: bool) -> None:

@@ -25,6 +25,9 @@ def compare(
     model: options.Model = "demo",
     strategy: options.StrategyName = None,
     settings: options.Settings = None,
+    budget: options.Budget = None,
+    store: options.StoreFile = None,
+    pack: options.Pack = None,
     max_new_tokens: options.MaxNewTokens = 128,
     max_length: options.MaxLength = None,
     repeats: Repeats = 1,
@@ -34,20 +37,28 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Decode PROMPT plainly and with a strategy: are the texts identical, and which was faster?"""
-    chosen = options.strategies(strategy, settings)
-    lm = options.load_model(model, device, dtype, max_length)
-    ids = options.prompt_ids(lm, prompt, raw)
+    chosen, rows = options.strategies(strategy, settings), options.rows(budget)
+    lm = options.load_model(model, device, dtype, max_length, store, pack)
+    ids, _ = options.prompt_ids(lm, prompt, raw)
     contestants = {"plain": (), "strategy": lm.strategy if chosen is None else chosen}
     name = "+".join(one.name for one in contestants["strategy"]) or "none"
     runs: dict[str, list[Completion]] = {side: [] for side in contestants}
     # The first forward passes of a process are slow; they should not count against whoever comes first.
-    lm.generate(ids, max_new_tokens=min(4, max_new_tokens), strategy=contestants["strategy"])
+    for plan in contestants.values():
+        lm.generate(ids, max_new_tokens=min(4, max_new_tokens), strategy=plan, budget=rows)
     for _ in range(repeats):
         for side, plan in contestants.items():
+            lm.forget()  # the answer itself must not be what the next one is guessed from
+            if store is not None:
+                lm.store.load(store)
             with bar(f"Decoding {'plainly' if side == 'plain' else 'with ' + name}", max_new_tokens) as advance:
                 runs[side].append(
                     lm.generate(
-                        ids, max_new_tokens=max_new_tokens, strategy=plan, on_tokens=lambda _, n: advance(len(n))
+                        ids,
+                        max_new_tokens=max_new_tokens,
+                        strategy=plan,
+                        budget=rows,
+                        on_tokens=lambda _, n: advance(len(n)),
                     )
                 )
     seconds = {side: median(done.stats.seconds for done in dones) for side, dones in runs.items()}

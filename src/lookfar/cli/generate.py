@@ -14,6 +14,9 @@ def generate(
     model: options.Model = "demo",
     strategy: options.StrategyName = None,
     settings: options.Settings = None,
+    budget: options.Budget = None,
+    store: options.StoreFile = None,
+    pack: options.Pack = None,
     max_new_tokens: options.MaxNewTokens = 128,
     max_length: options.MaxLength = None,
     raw: options.Raw = False,
@@ -22,15 +25,19 @@ def generate(
     as_json: options.Json = False,
 ) -> None:
     """Decode PROMPT and print the answer as it comes; tokens of one step share a colour."""
-    chosen = options.strategies(strategy, settings)
-    lm = options.load_model(model, device, dtype, max_length)
-    ids = options.prompt_ids(lm, prompt, raw)
+    chosen, rows = options.strategies(strategy, settings), options.rows(budget)
+    lm = options.load_model(model, device, dtype, max_length, store, pack)
+    ids, _ = options.prompt_ids(lm, prompt, raw)
     if as_json:
         from lookfar.progress import bar
 
         with bar("Decoding", max_new_tokens) as advance:
             done = lm.generate(
-                ids, max_new_tokens=max_new_tokens, strategy=chosen, on_tokens=lambda _, new: advance(len(new))
+                ids,
+                max_new_tokens=max_new_tokens,
+                strategy=chosen,
+                budget=rows,
+                on_tokens=lambda _, new: advance(len(new)),
             )
         record = {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
         print(json.dumps(record | {"stats": done.stats.as_dict()}, ensure_ascii=False))
@@ -42,6 +49,7 @@ def generate(
         ids,
         max_new_tokens=max_new_tokens,
         strategy=chosen,
+        budget=rows,
         on_tokens=lambda _, new: out.print(printer.piece(new), end="", soft_wrap=True),
     )
     out.print()

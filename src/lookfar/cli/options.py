@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -21,12 +22,22 @@ StrategyName = Annotated[
     str | None,
     typer.Option(
         "--strategy",
-        help="none, jacobi, lookahead, or several joined by +. By default lookahead, with few rows on a CPU.",
+        help="auto (the default), none, suffix, recycle, trie, lookahead, jacobi, prompt_lookup, draft_model, "
+        "or several joined by +.",
     ),
 ]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A strategy's setting, e.g. window=7. Repeatable."),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(help="Rows a step: auto, or a number. By default auto for auto, all that is proposed for the rest."),
+]
+StoreFile = Annotated[Path | None, typer.Option("--store", help="A store of past texts to guess from.")]
+Pack = Annotated[
+    bool | None,
+    typer.Option("--pack/--no-pack", help="Keep a packed copy of the weights. By default on a CPU, if there is room."),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Stop after this many tokens.")]
 MaxLength = Annotated[int | None, typer.Option(help="The longest text, prompt included, to keep room for.")]
@@ -53,19 +64,35 @@ def strategies(name: str | None, settings: list[str] | None) -> tuple[Strategy, 
         if not equals or not key:
             raise ConfigError(f"--set takes key=value, not {setting!r}.")
         pairs[key.strip()] = value.strip()
-    return parse_strategy(name or "lookahead", pairs)
+    return parse_strategy(name or "auto", pairs)
 
 
-def load_model(name: str, device: str | None, dtype: str | None, max_length: int | None) -> LM:
+def rows(text: str | None) -> int | Literal["auto"] | None:
+    """What `--budget` says."""
+    from lookfar.config import check_budget
+
+    budget: Any = int(text) if text is not None and text.isdecimal() else text
+    check_budget(budget)
+    return budget  # type: ignore[no-any-return]
+
+
+def load_model(
+    name: str,
+    device: str | None,
+    dtype: str | None,
+    max_length: int | None,
+    store: Path | None = None,
+    pack: bool | None = None,
+) -> LM:
     """Load a model for a command."""
     from lookfar.loading import load
 
-    return load(name, device=device, dtype=dtype, max_batch=1, max_length=max_length)
+    return load(name, device=device, dtype=dtype, max_batch=1, max_length=max_length, store=store, pack=pack)
 
 
-def prompt_ids(lm: LM, prompt: str, raw: bool) -> list[int]:
-    """The ids of a prompt: a user's message where the model has a chat template, the plain text otherwise."""
+def prompt_ids(lm: LM, prompt: str, raw: bool) -> tuple[list[int], str]:
+    """The ids of a prompt and its text: a user's message where the model has a chat template, plain otherwise."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if not raw and text.strip() and getattr(lm.tokenizer, "chat_template", None):
-        return lm.chat_ids([{"role": "user", "content": text}])
-    return lm.encode(text)
+        return lm.chat_ids([{"role": "user", "content": text}]), text
+    return lm.encode(text), text

@@ -1,0 +1,92 @@
+"""`lookfar explain`: what was guessed at every step, by whom and how surely, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from lookfar.cli import options
+from lookfar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lookfar.explain import Explanation, Step
+
+Html = Annotated[Path | None, typer.Option(help="Write a page to look at instead.")]
+
+
+def explain(
+    prompt: options.Prompt,
+    model: options.Model = "demo",
+    strategy: options.StrategyName = None,
+    settings: options.Settings = None,
+    budget: options.Budget = None,
+    store: options.StoreFile = None,
+    pack: options.Pack = None,
+    max_new_tokens: options.MaxNewTokens = 32,
+    html: Html = None,
+    raw: options.Raw = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    as_json: options.Json = False,
+) -> None:
+    """Decode PROMPT and show the tree that was guessed at every step, and what was accepted."""
+    from lookfar.explain import as_page, explain as explain_steps
+
+    chosen, rows = options.strategies(strategy, settings), options.rows(budget)
+    if html is not None and not html.absolute().parent.is_dir():
+        raise ConfigError(f"{html.parent} is not a directory: give --html a file in one that exists.")
+    lm = options.load_model(model, device, dtype, None, store, pack)
+    ids, text = options.prompt_ids(lm, prompt, raw)
+    explained = explain_steps(lm, ids, max_new_tokens, chosen, rows)
+    if html is not None:
+        try:
+            html.write_text(as_page(explained, text, model), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{html} cannot be written: {error.strerror}.") from error
+        options.say("Written", f"{html}, {len(explained.steps)} steps", "green")
+    if as_json:
+        print(json.dumps(asdict(explained), ensure_ascii=False))
+    elif html is None:
+        _show(explained)
+
+
+def _show(explained: Explanation) -> None:
+    out = Console(highlight=False)
+    for number, step in enumerate(explained.steps, start=1):
+        out.print(_tree(number, step))
+    steps = max(len(explained.steps), 1)
+    out.print(f"{explained.tokens} tokens in {len(explained.steps)} steps: {explained.tokens / steps:.2f} a step")
+
+
+def _tree(number: int, step: Step) -> Tree:
+    head = Text.assemble(
+        (f"step {number}: ", "bold"),
+        (" ".join(map(visible, step.emitted)), "green"),
+        (
+            f"  {len(step.emitted)} of {step.expected:.2f} tokens expected, {step.rows} rows, "
+            f"{1000 * step.seconds:.1f} ms",
+            "dim",
+        ),
+    )
+    drawn = Tree(head, guide_style="dim")
+    branches: dict[int, Tree] = {-1: drawn}
+    for place, node in enumerate(step.nodes):
+        label = Text.assemble(
+            (visible(node.text), "bold green" if node.accepted else ""),
+            (f"  {node.probability:.0%} {node.source}", "dim"),
+            (f" +{node.backers - 1}" if node.backers > 1 else "", "dim"),
+        )
+        branches[place] = branches[node.parent].add(label)
+    return drawn
+
+
+def visible(text: str) -> str:
+    """A token's text with its white space shown."""
+    return text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·") or "∅"
