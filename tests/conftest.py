@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 import transformers
@@ -15,6 +16,8 @@ from lookfar.engine import Engine
 from lookfar.model import BoundModel
 
 transformers.logging.set_verbosity_error()
+hypothesis.settings.register_profile("lookfar", deadline=None)  # the first call may compile
+hypothesis.settings.load_profile("lookfar")
 torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
 
 

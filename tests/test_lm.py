@@ -45,10 +45,9 @@ def lm(tokenizer: PreTrainedTokenizerFast) -> lookfar.LM:
 
 
 def test_the_surface_is_what_it_says() -> None:
-    assert sorted(lookfar.__all__) == sorted(
-        ["LM", "Completion", "LookfarError", "Stats", "Store", "__version__", "load"]
-        + ["DraftModel", "Jacobi", "Lookahead", "PromptLookup", "Recycle", "Suffix", "Trie"]
-    )
+    classes = {"LM", "Completion", "LookfarError", "Stats", "Store", "__version__", "load"}
+    strategies = {"DraftModel", "Jacobi", "Lookahead", "PromptLookup", "Recycle", "Suffix", "Trie"}
+    assert set(lookfar.__all__) == classes | strategies
     assert all(getattr(lookfar, name) is not None for name in lookfar.__all__)
     assert dir(lookfar) == sorted(lookfar.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Lade'"):

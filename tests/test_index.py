@@ -1,0 +1,73 @@
+"""The suffix index finds what a search through the whole text finds."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings, strategies as st
+
+from lookfar.index import END, LONGEST, TokenIndex
+
+texts = st.lists(st.integers(0, 3), min_size=2, max_size=60)
+
+
+def brute_force(text: list[int], tail: list[int]) -> dict[int, int]:
+    """Place → length of the match that ends there, for places with something behind them."""
+    found = {}
+    for place in range(len(text) - 1):
+        length = 0
+        while length < min(len(tail), place + 1, LONGEST) and text[place - length] == tail[-1 - length]:
+            length += 1
+        if length:
+            found[place] = length
+    return found
+
+
+@given(texts)
+@settings(max_examples=200)
+def test_matches_in_the_own_text(text: list[int]) -> None:
+    index = TokenIndex(100, (8, 4, 2, 1))
+    for start in range(0, len(text), 7):  # it grows as a text does
+        index.extend(text[start : start + 7])
+    drafts, matched = index.find(np.array(text[-LONGEST:], np.int32), limit=16, depth=5)
+    expected = brute_force(text, text)
+    assert len(matched) == min(len(expected), 16)
+    assert sorted(expected.values(), reverse=True)[: len(matched)] == matched.tolist()  # the longest ones, in order
+    for draft, length in zip(drafts.tolist(), matched.tolist(), strict=True):
+        # A match that runs into the end of the text repeats itself.
+        assert draft in [(text[place + 1 :] * 5)[:5] for place, known in expected.items() if known == length]
+
+
+def test_equal_matches_come_latest_first() -> None:
+    index = TokenIndex(100, (2, 1))
+    index.extend([1, 2, 30, 1, 2, 31, 1, 2])
+    drafts, matched = index.find(np.array([1, 2], np.int32), limit=2, depth=1)
+    assert drafts.tolist() == [[31], [30]]
+    assert matched.tolist() == [2, 2]
+
+
+def test_texts_are_kept_apart() -> None:
+    index = TokenIndex(100, (2, 1))
+    index.extend([1, 2, 3, END, 4, 5, END])
+    drafts, matched = index.find(np.array([9, 2], np.int32), limit=9, depth=4)
+    assert drafts.tolist() == [[3, -1, -1, -1]]
+    assert matched.tolist() == [1]
+    for tail in ([3], [5], [3, 4]):  # the end of a text, and a match across two
+        found = index.find(np.array(tail, np.int32), limit=9, depth=4)[1]
+        assert found.tolist() == ([1] if tail == [3, 4] else [])
+
+
+def test_the_older_half_is_forgotten() -> None:
+    index = TokenIndex(1000, (2,))
+    for start in range(0, 5000, 10):
+        index.extend(range(start, start + 10))
+        assert index.size <= 1000
+    assert index.text[-1] == 4999
+    assert len(index.find(np.array([4990, 4991], np.int32), 4, 3)[0]) == 1
+    assert len(index.find(np.array([10, 11], np.int32), 4, 3)[0]) == 0
+    assert index.nbytes < 1000 * 16
+
+
+def test_a_text_longer_than_the_room_leaves_its_end() -> None:
+    index = TokenIndex(100, (2,))
+    index.extend(range(1000))
+    assert index.text.tolist() == list(range(950, 1000))
