@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import lookfar
 from families import tiny_model
 from lookfar.cli import app, main
 from lookfar.cli.steps import StepPrinter, coloured
@@ -52,8 +53,9 @@ def saved(tmp_path: Path) -> str:
 def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
-    assert {command.callback.__name__ for command in app.registered_commands} == {"generate", "compare", "check"}
-    assert all(name in shown for name in ("generate", "compare", "check"))
+    commands = {command.callback.__name__ for command in app.registered_commands}
+    assert commands == {"generate", "compare", "check", "explain"}
+    assert all(name in shown for name in (*commands, "store"))
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,8 +68,14 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     [
         (["generate", "Hi", "--strategy", "magic"], "Unknown strategy 'magic'"),
         (["generate", "Hi", "--set", "window"], "--set takes key=value"),
-        (["generate", "Hi", "--set", "window=0"], "window must be a whole number of at least 1, not 0"),
-        (["generate", "Hi", "--set", "ngram=1"], "ngram must be a whole number of at least 2, not 1"),
+        (
+            ["generate", "Hi", "--strategy", "lookahead", "--set", "window=0"],
+            "window must be a whole number of at least 1, not 0",
+        ),
+        (
+            ["generate", "Hi", "--strategy", "lookahead", "--set", "ngram=1"],
+            "ngram must be a whole number of at least 2, not 1",
+        ),
         (["generate", "Hi", "--set", "speed=9"], "Unknown setting 'speed'"),
         (["compare", "Hi", "--model", "./nowhere"], "./nowhere does not exist"),
         (["check", "./nowhere"], "./nowhere does not exist"),
@@ -194,3 +202,98 @@ def test_a_fault_of_ours_is_one_line_too(
     shown = capsys.readouterr().err
     assert "Error: RuntimeError: out of cheese (set LOOKFAR_DEBUG=1 to see where)" in shown
     assert "Traceback" not in shown
+
+
+def test_a_store_is_built_shown_joined_and_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, saved: str
+) -> None:
+    (tmp_path / "a.txt").write_text("the cat sat on the mat")
+    (tmp_path / "b.jsonl").write_text('{"reference": "the dog sat"}\n\n{"reference": "on the log"}\n')
+    one, two, both = (str(tmp_path / name) for name in ("one.store", "two.store", "both.store"))
+    assert run(monkeypatch, "store", "build", one, str(tmp_path / "a.txt"), "--model", saved) == 0
+    assert run(monkeypatch, "store", "build", two, str(tmp_path / "b.jsonl"), "--model", saved) == 0
+    assert run(monkeypatch, "store", "merge", both, one, two) == 0
+    capsys.readouterr()
+    assert run(monkeypatch, "store", "info", both, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["tokens"], facts["texts"]) == (22 + 11 + 10, 3)
+    assert run(monkeypatch, "store", "info", both) == 0
+    assert "tokenizer" in capsys.readouterr().out
+    asked = ("generate", "the", "--model", saved, "--raw", "--max-new-tokens", "8", "--json")
+    texts = []
+    for more in ((), ("--store", both), ("--budget", "5"), ("--no-pack",)):
+        assert run(monkeypatch, *asked, *more) == 0
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert all(tokens == texts[0] for tokens in texts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("store", "info", "{tmp}/nothing"), "cannot be read"),
+        (("store", "info", "{tmp}/a.txt"), "is not a lookfar store"),
+        (("store", "build", "{tmp}/out", "{tmp}/nothing", "--model", "{saved}"), "cannot be read"),
+        (("store", "build", "{tmp}/out", "{tmp}/bad.jsonl", "--model", "{saved}"), "line 1, is not JSON"),
+        (("store", "build", "{tmp}/out", "{tmp}/other.jsonl", "--model", "{saved}"), "has no 'reference'"),
+        (("store", "build", "{tmp}/no/out", "{tmp}/a.txt", "--model", "{saved}"), "cannot be written"),
+        (("generate", "hello", "--budget", "none"), "budget must be auto or a number of rows"),
+        (("generate", "hello", "--budget", "0"), "budget must be auto or a number of rows"),
+        (("generate", "hello", "--model", "{saved}", "--store", "{tmp}/a.txt"), "is not a lookfar store"),
+        (("generate", "hello", "--strategy", "draft_model"), "give the smaller model"),
+        (("generate", "hello", "--strategy", "trie", "--set", "shape=round"), "shape must be one of"),
+        (("explain", "hello", "--html", "{tmp}/no/page.html"), "is not a directory"),
+    ],
+)
+def test_mistakes_with_stores_and_budgets_end_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    saved: str,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "bad.jsonl").write_text("not json")
+    (tmp_path / "other.jsonl").write_text('{"text": "x"}')
+    assert run(monkeypatch, *(a.format(tmp=tmp_path, saved=saved) for a in arguments)) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert "Traceback" not in shown.err
+
+
+def test_stores_of_two_tokenizers_are_not_joined(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for size in (90, 91):
+        store = lookfar.Store(size)
+        store.learn([1, 2, 3])
+        store.save(tmp_path / f"{size}.store")
+    out = str(tmp_path / "out")
+    assert run(monkeypatch, "store", "merge", out, str(tmp_path / "90.store"), str(tmp_path / "91.store")) == 2
+    assert "different tokenizers" in capsys.readouterr().err
+
+
+def test_explain_as_text_json_and_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, saved: str
+) -> None:
+    asked = ("explain", "</script><b>abcabcabc", "--model", saved, "--raw", "--max-new-tokens", "12", "--budget", "9")
+    assert run(monkeypatch, *asked, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    steps = record["steps"]
+    assert sum(len(step["emitted"]) for step in steps) == 12
+    for step in steps:
+        assert step["rows"] == 1 + len(step["nodes"]) + step["riders"] <= 9
+        assert sum(node["accepted"] for node in step["nodes"]) in (len(step["emitted"]) - 1, len(step["emitted"]))
+        assert all(0 <= node["probability"] <= 1 and node["parent"] < i for i, node in enumerate(step["nodes"]))
+    assert run(monkeypatch, *asked) == 0
+    shown = capsys.readouterr().out
+    assert "step 1:" in shown
+    assert f"12 tokens in {len(steps)} steps" in shown
+    page = tmp_path / "page.html"
+    assert run(monkeypatch, *asked, "--html", str(page)) == 0
+    text = page.read_text()
+    assert text.count("</script>") == 2  # the prompt's is data, not markup
+    assert "http" not in text
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    assert data["prompt"] == "</script><b>abcabcabc"
+    assert len(data["steps"]) == len(steps)

@@ -43,9 +43,10 @@ def test_tree_families_give_their_own_tokens(family: str) -> None:
     assert lm.engine.model.support.trees
     expected = [reference(model, prompt, NEW) for prompt in PROMPTS]
     told = oracle([prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)])
-    for strategy in ("none", Jacobi(block=4), Lookahead(window=4, ngram=4, guesses=4), told):
-        single = [lm.generate(prompt, max_new_tokens=NEW, strategy=strategy) for prompt in PROMPTS]
-        batch = lm.generate(PROMPTS, max_new_tokens=NEW, strategy=strategy)
+    for strategy in ("none", Jacobi(block=4), Lookahead(window=4, ngram=4, guesses=4), "auto", told):
+        budget = 12 if strategy == "auto" else None
+        single = [lm.generate(prompt, max_new_tokens=NEW, strategy=strategy, budget=budget) for prompt in PROMPTS]
+        batch = lm.generate(PROMPTS, max_new_tokens=NEW, strategy=strategy, budget=budget)
         assert [done.token_ids for done in single] == expected, strategy
         assert [done.token_ids for done in batch] == expected, strategy
     # The last strategy knew the text, so this compared trees and not plain decoding with plain decoding.

@@ -49,13 +49,26 @@ def expected(lm: lookfar.LM, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["none", "jacobi", lookfar.Lookahead(window=5, ngram=4, guesses=5), "jacobi+lookahead"], ids=str
+    "strategy",
+    ["auto", "none", "jacobi", "suffix", "recycle", "trie", "prompt_lookup", "jacobi+lookahead", "auto+trie+lookahead"],
 )
 def test_the_tokens_of_generate(
-    lm: lookfar.LM, prompts: list[list[int]], expected: list[list[int]], strategy: object
+    lm: lookfar.LM, prompts: list[list[int]], expected: list[list[int]], strategy: str
 ) -> None:
-    for prompt, tokens in zip(prompts[:4], expected, strict=False):
+    lm.forget()
+    for prompt, tokens in zip(prompts[1:4], expected[1:4], strict=True):
         assert lm.generate(prompt, max_new_tokens=NEW, strategy=strategy).token_ids == tokens
+
+
+@pytest.mark.parametrize("budget", ["auto", 16])
+def test_a_ragged_batch_with_all_sources(
+    lm: lookfar.LM, prompts: list[list[int]], expected: list[list[int]], budget: object
+) -> None:
+    lm.forget()
+    done = lm.generate(prompts, max_new_tokens=NEW, budget=budget)
+    assert [one.token_ids for one in done] == expected
+    if budget == 16:
+        assert sum(one.stats.tokens for one in done) > 1.5 * sum(one.stats.steps for one in done)
 
 
 def test_a_ragged_batch_of_eight(lm: lookfar.LM, prompts: list[list[int]], expected: list[list[int]]) -> None:
@@ -70,14 +83,37 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_compare_as_a_user_runs_it() -> None:
-    shown = run("compare", CHATS[0], "--max-new-tokens", "16", "--set", "window=3", "--set", "ngram=3")
+    shown = run(
+        "compare",
+        CHATS[0],
+        "--max-new-tokens",
+        "16",
+        "--strategy",
+        "lookahead",
+        "--set",
+        "window=3",
+        "--set",
+        "ngram=3",
+    )
     assert shown.returncode == 0, shown.stderr
     assert "Identical: the same 16 tokens" in shown.stdout
     assert shown.stdout.count("a colour is a step") == 2
 
 
 def test_compare_and_generate_as_json(expected: list[list[int]]) -> None:
-    shown = run("compare", CHATS[0], "--max-new-tokens", "16", "--set", "window=3", "--json", "--repeats", "2")
+    shown = run(
+        "compare",
+        CHATS[0],
+        "--max-new-tokens",
+        "16",
+        "--strategy",
+        "lookahead",
+        "--set",
+        "window=3",
+        "--json",
+        "--repeats",
+        "2",
+    )
     record = json.loads(shown.stdout)
     assert record["identical"] is True
     assert record["plain"]["token_ids"] == expected[0][:16] == record["strategy"]["token_ids"]

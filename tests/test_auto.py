@@ -1,0 +1,161 @@
+"""Every source alone, all together, any budget, alone and in batches: the tokens of `generate`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from transformers import PreTrainedModel
+
+import lookfar
+from conftest import random_prompts, reference
+from families import tiny_model
+from lookfar.budget import CostCurve
+from lookfar.config import AUTO_ROWS, STRATEGIES, Strategy
+from lookfar.engine import Engine
+from lookfar.memory import Memory
+from lookfar.model import BoundModel
+from lookfar.sequence import OnStep, Request
+from lookfar.tree import SequencePlan
+
+PROMPTS = random_prompts(20, 33, 5, 1)
+# A text with repetitions, so that there is something to copy.
+PROMPTS.append(PROMPTS[0] + PROMPTS[0][:9] + PROMPTS[0] + PROMPTS[0][:4])
+NEW = 24
+FLAT = CostCurve({1: 1.0, 128: 1.0})
+
+
+@cache
+def model_of(family: str) -> PreTrainedModel:
+    return tiny_model(family)
+
+
+@cache
+def expected_of(family: str) -> list[list[int]]:
+    return [reference(model_of(family), prompt, NEW) for prompt in PROMPTS]
+
+
+def every_strategy(family: str) -> list[Strategy]:
+    made: list[Strategy] = [cls() for name, cls in STRATEGIES.items() if name != "draft_model"]
+    return [*made, lookfar.DraftModel(model=model_of(family), length=3)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
+@pytest.mark.parametrize("budget", [None, 2, 9, 40])
+def test_every_source_alone_and_all_of_them(family: str, budget: int | None) -> None:
+    lm = lookfar.LM(model_of(family), prefill_rows=16, max_batch=3)
+    accepted = 0
+    for strategy in [*every_strategy(family), "auto", "auto+trie+lookahead"]:
+        lm.forget()
+        single = [lm.generate(p, max_new_tokens=NEW, strategy=strategy, budget=budget) for p in PROMPTS]
+        batch = lm.generate(PROMPTS, max_new_tokens=NEW, strategy=strategy, budget=budget)
+        assert [done.token_ids for done in single] == expected_of(family), strategy
+        assert [done.token_ids for done in batch] == expected_of(family), strategy
+        if budget is not None:
+            assert all(done.stats.rows <= budget * done.stats.steps for done in single), strategy
+        accepted += sum(d.accepted for done in batch for d in done.stats.drafters.values())
+    assert accepted > 100  # so this compared trees, and not plain decoding with itself
+
+
+sources = st.lists(st.sampled_from(sorted(set(STRATEGIES) - {"draft_model"})), min_size=1, max_size=4, unique=True)
+budgets = st.one_of(st.none(), st.just("auto"), st.integers(1, 70))
+
+
+@given(sources, budgets, st.integers(1, 4), st.sampled_from([1, 7, 512]), st.sampled_from(["llama", "qwen2"]))
+@settings(max_examples=30)
+def test_any_mixture_and_budget(
+    names: list[str], budget: int | str | None, slots: int, prefill_rows: int, family: str
+) -> None:
+    engine = Engine(BoundModel(model_of(family)), slots, prefill_rows=prefill_rows, costs=FLAT)
+    strategies = tuple(STRATEGIES[name]() for name in names)
+    todo = [Request(prompt, 12, strategies=strategies, budget=budget) for prompt in PROMPTS]  # type: ignore[arg-type]
+    for _ in range(2):  # the second time from a full memory
+        assert [s.output for s in engine.run(todo)] == [tokens[:12] for tokens in expected_of(family)]
+
+
+def rows_of(engine: Engine, requests: list[Request]) -> list[SequencePlan]:
+    seen: list[SequencePlan] = []
+    keep: OnStep = lambda sequence, rows, tokens, seconds: seen.append(rows)  # noqa: E731
+    engine.run(requests, on_step=keep)
+    return seen
+
+
+def automatic(prompt: list[int], new: int = NEW) -> Request:
+    return Request(prompt, new, strategies=lookfar.config.parse_strategy("auto"), budget="auto")
+
+
+def test_where_rows_are_dear_it_is_plain_decoding() -> None:
+    dear = CostCurve({1: 1.0, 2: 10.0, 128: 1000.0})
+    engine = Engine(BoundModel(model_of("llama")), costs=dear)
+    dear.refine = lambda *_: None  # type: ignore[method-assign]
+    seen = rows_of(engine, [automatic(PROMPTS[4])])
+    assert all(len(rows.tree) == 0 for rows in seen if len(rows.chain) == 1)  # a prompt's rows cost as it is
+    assert len(seen) > 10
+
+
+def test_where_rows_are_free_it_takes_them() -> None:
+    engine = Engine(BoundModel(model_of("llama")), costs=CostCurve({1: 1.0, 128: 1.0}))
+    engine.costs.refine = lambda *_: None  # type: ignore[method-assign, union-attr]
+    seen = rows_of(engine, [automatic(PROMPTS[4])])
+    assert max(len(rows.tree) for rows in seen) > 16
+    assert all(len(rows) - rows.root_row <= AUTO_ROWS for rows in seen)
+
+
+def test_confident_sequences_of_a_batch_take_more_rows() -> None:
+    # One repeats itself, the other is new: with one heap for both, the first gets the most rows.
+    lm = lookfar.LM(model_of("llama"), max_batch=2)
+    sure = lm.generate(PROMPTS[0], max_new_tokens=NEW).token_ids
+    assert sure
+    widths: dict[int, list[int]] = {0: [], 1: []}
+
+    def keep(sequence, rows, tokens, seconds) -> None:  # type: ignore[no-untyped-def]
+        widths[sequence.index].append(len(rows.tree))
+
+    fresh = [90 - token for token in PROMPTS[1]]
+    lm.generate([PROMPTS[0], fresh], max_new_tokens=NEW, strategy="suffix", budget=6, on_step=keep)
+    both = min(map(len, widths.values()))
+    assert np.mean(widths[0][:both]) > np.mean(widths[1][:both])
+    assert max(widths[0]) > 5  # more than its even share
+
+
+def test_riders_that_bring_nothing_are_left_behind_and_tried_again() -> None:
+    memory = Memory(100)
+    strategies = lookfar.config.parse_strategy("auto+lookahead")
+    engine = Engine(BoundModel(model_of("llama")), memory=memory, costs=CostCurve({1: 1.0, 64: 64.0}))
+    engine.costs.refine = lambda *_: None  # type: ignore[method-assign, union-attr]
+    seen = rows_of(engine, [Request(PROMPTS[1], NEW, strategies=strategies, budget="auto")])
+    assert sum(map(len, seen[-1].riders)) == 0  # sixty riders for a third of a token do not pay here
+    before = memory.rider_value
+    for _ in range(200):
+        memory.judge_riders(0)
+    assert memory.rider_value < 0.1 * before
+    low = memory.rider_value
+    for _ in range(3000):
+        memory.judge_riders(None)
+    assert memory.rider_value > 10 * low
+
+
+def test_the_curve_is_measured_once_and_kept() -> None:
+    from lookfar.costs import cache_dir, machine_and_model, step_costs
+
+    bound = BoundModel(tiny_model("llama"))
+    curve = step_costs(bound)
+    assert (cache_dir() / "costs.json").exists()
+    assert step_costs(bound).table(64).tolist() == curve.table(64).tolist()
+    assert "float64" in machine_and_model(bound)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 513, True, 2.5, "many"])
+def test_a_budget_that_is_none(budget: object) -> None:
+    with pytest.raises(ValueError, match="budget must be auto or a number of rows from 1 to 512"):
+        lookfar.LM(model_of("llama"), budget=budget)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="budget must be"):
+        lookfar.LM(model_of("llama")).generate([5], budget=budget)  # type: ignore[arg-type]
+
+
+def test_a_budget_of_one_row_is_plain_decoding() -> None:
+    done = lookfar.LM(model_of("llama"), budget=1).generate(PROMPTS[4], max_new_tokens=NEW)
+    assert done.token_ids == expected_of("llama")[4]
+    assert done.stats.rows == done.stats.steps == NEW
