@@ -217,8 +217,9 @@ def _predictions(plan: Plan, place: int, before: int, answers: Answers) -> Predi
         return None
     tokens = plan.tokens[place, :last].astype(np.int32)
     behind = np.empty(last, np.int32)
-    behind[0], behind[1 : len(rows.chain)] = before, tokens[: rows.root_row]
-    behind[len(rows.chain) :] = tokens[rows.node_row(0) + rows.tree.parents]
+    behind[0] = before
+    behind[1 : len(rows.chain)] = tokens[: rows.root_row]
+    behind[len(rows.chain) :] = tokens[rows.tree.parents + len(rows.chain)]
     # The rows lie side by side among the kept ones, unless another sequence wants rows between.
     where = np.searchsorted(plan.kept, (first, last - 1))
     at: Any = slice(where[0], where[1] + 1)

@@ -186,12 +186,12 @@ def grow(  # type: ignore[no-untyped-def]
     heap = np.empty(room, np.int32)
     # What is known of the children of the place at hand.
     children = np.empty(MAX_CHILDREN, np.int32)
-    drafted = np.empty(MAX_CHILDREN, np.int32)  # how many drafts go on with the child
-    of_token = np.empty(MAX_CHILDREN, np.int32)
-    of_pair = np.empty(MAX_CHILDREN, np.int32)
-    rank = np.empty(MAX_CHILDREN, np.int32)
-    grade = np.empty((MAX_CHILDREN, source_count), np.int32)  # the best grade behind the child, -1 for none
-    support = np.empty((MAX_CHILDREN, source_count), np.float32)  # the weight of those drafts
+    drafted = np.zeros(MAX_CHILDREN, np.int32)  # how many drafts go on with the child
+    of_token = np.zeros(MAX_CHILDREN, np.int32)
+    of_pair = np.zeros(MAX_CHILDREN, np.int32)
+    rank = np.zeros(MAX_CHILDREN, np.int32)
+    grade = np.full((MAX_CHILDREN, source_count), -1, np.int32)  # the best grade behind the child, -1 for none
+    support = np.zeros((MAX_CHILDREN, source_count), np.float32)  # the weight of those drafts
     present = np.empty((source_count, GRADES), np.float32)  # the weight of all drafts here, by grade
 
     used = batch
@@ -218,13 +218,7 @@ def grow(  # type: ignore[no-untyped-def]
             continue
         # Children: the tokens that the drafts go on with …
         count = 0
-        grade[:] = -1
-        support[:] = 0
         present[:] = 0
-        of_token[:] = 0
-        of_pair[:] = 0
-        rank[:] = 0
-        drafted[:] = 0
         for i in range(low[place], high[place]):
             draft = order[i]
             token = drafts[draft, depth] if depth < drafts.shape[1] else -1
@@ -310,6 +304,10 @@ def grow(  # type: ignore[no-untyped-def]
             scores[new] = scores[place] / (1.0 + np.exp(-total))
             if scores[new] >= floor:
                 heap_size = push(heap, heap_size, scores, new)
+            # A clean slate for the next place.
+            drafted[child], of_token[child], of_pair[child], rank[child] = 0, 0, 0, 0
+            for source in range(source_count):
+                grade[child, source], support[child, source] = -1, 0
         used += count
     return (
         owners[:used],

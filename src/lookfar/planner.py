@@ -16,7 +16,7 @@ from lookfar.forest import Forest, Offers, grow_forest
 from lookfar.memory import Memory
 from lookfar.sequence import Sequence
 from lookfar.successors import NO_SUCCESSORS, TOP
-from lookfar.tree import NO_RIDERS, ROOT, Plan, Riders, SequencePlan, TokenTree
+from lookfar.tree import ROOT, Plan, Riders, SequencePlan, TokenTree
 
 NO_PROPOSAL = Proposal()
 WORTH_A_LOOK = 0.01  # an automatic budget leaves candidates below this chance aside
@@ -61,7 +61,7 @@ def plan_step(
             chain.complete,
             chain.learned,
             tree,
-            of_one if riding else tuple(NO_RIDERS for _ in of_one),
+            of_one if riding else (),
         )
         for chain, tree, of_one in zip(chains, trees, riders, strict=True)
     ]
@@ -155,7 +155,7 @@ def _afford(
     fixed = np.array([len(chain) for chain in chains], dtype=np.int32)
     scores, owners = forest.scores[forest.picked], forest.owners[forest.picked]
     if budget is None:
-        return _fitting(owners, np.array([s.request.extra_rows for s in sequences]) - riding), True
+        return _fitting(owners, np.array([s.request.extra_rows for s in sequences]) - riding), bool(riding.any())
     bonus = float(memory.rider_value * np.count_nonzero(riding))
     if budget == "auto":
         assert costs is not None

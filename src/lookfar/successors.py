@@ -49,10 +49,11 @@ def pair_slot(before, token, slots):  # type: ignore[no-untyped-def]
 @jit
 def remember(token_ids, token_logits, pair_keys, pair_ids, pair_logits, before, tokens, top_ids, top_logits):  # type: ignore[no-untyped-def]
     for i in range(len(tokens)):
-        token_ids[tokens[i]] = top_ids[i]
-        token_logits[tokens[i]] = top_logits[i]
+        token = tokens[i]
+        for k in range(top_ids.shape[1]):
+            token_ids[token, k], token_logits[token, k] = top_ids[i, k], top_logits[i, k]
         if before[i] >= 0:
-            slot = pair_slot(before[i], tokens[i], len(pair_keys))
-            pair_keys[slot] = (np.int64(before[i]) << 32) | tokens[i]
-            pair_ids[slot] = top_ids[i]
-            pair_logits[slot] = top_logits[i]
+            slot = pair_slot(before[i], token, len(pair_keys))
+            pair_keys[slot] = (np.int64(before[i]) << 32) | token
+            for k in range(top_ids.shape[1]):
+                pair_ids[slot, k], pair_logits[slot, k] = top_ids[i, k], top_logits[i, k]

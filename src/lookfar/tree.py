@@ -182,26 +182,31 @@ class Plan:
         self.cached = np.array([s.cached for s in sequences], dtype=np.int64)  # [batch]
         self.rows = np.array([len(s) for s in sequences], dtype=np.int64)  # [batch]
         self.width = int(self.rows.max())
-        batch = len(sequences)
-        if batch == 1:
-            only = sequences[0]
-            self.tokens, self.positions, self.visible = only.tokens[None], only.positions[None], only.visible[None]
-            self.kept = np.flatnonzero(only.wanted) if kept is None else kept
-            return
-        self.tokens = np.zeros((batch, self.width), dtype=np.int64)
-        self.positions = np.zeros((batch, self.width), dtype=np.int64)
-        self.visible = np.zeros((batch, self.width, self.width), dtype=bool)
-        wanted = np.zeros(self.width, dtype=bool)
-        for i, sequence in enumerate(sequences):
-            n = len(sequence)
-            self.tokens[i, :n] = sequence.tokens
-            self.positions[i, :n] = sequence.positions
-            self.positions[i, n:] = sequence.cached + sequence.root_row
-            self.visible[i, :n, :n] = sequence.visible
-            self.visible[i, n:] = self.visible[i, sequence.root_row]
-            wanted[:n] |= sequence.wanted
+        if len(sequences) == 1:
+            self.tokens, self.positions = sequences[0].tokens[None], sequences[0].positions[None]
+            wanted = sequences[0].wanted
+        else:
+            self.tokens = np.zeros((len(sequences), self.width), dtype=np.int64)
+            self.positions = np.zeros((len(sequences), self.width), dtype=np.int64)
+            wanted = np.zeros(self.width, dtype=bool)
+            for i, sequence in enumerate(sequences):
+                n = len(sequence)
+                self.tokens[i, :n] = sequence.tokens
+                self.positions[i, :n] = sequence.positions
+                self.positions[i, n:] = sequence.cached + sequence.root_row
+                wanted[:n] |= sequence.wanted
         # Logits are made for the union over the batch: a model takes one list of rows for all sequences.
         self.kept = np.flatnonzero(wanted) if kept is None else kept
+
+    @cached_property
+    def visible(self) -> Bools:
+        """[batch, rows, rows]: made when a mask is, so not for straight steps."""
+        visible = np.zeros((self.batch, self.width, self.width), dtype=bool)
+        for i, sequence in enumerate(self.sequences):
+            n = len(sequence)
+            visible[i, :n, :n] = sequence.visible
+            visible[i, n:] = visible[i, sequence.root_row]
+        return visible
 
     @property
     def batch(self) -> int:

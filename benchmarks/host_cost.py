@@ -1,0 +1,138 @@
+"""What the host does between two forwards, and what the store takes: no model needed.
+
+    python benchmarks/host_cost.py
+
+A made-up language (every token has eight usual successors) stands for the model's answers. Measured are the microseconds
+a step spends in drafters, merge, plan and learning (`Stats.host_seconds`), a look-up in stores of growing size, and the
+store's memory. Prints tables and one JSON line. What bounds it: cache misses in the tables, and NumPy's calls.
+"""
+
+from __future__ import annotations
+
+import json
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lookfar.cache import SlotCache
+from lookfar.config import Trie, parse_strategy
+from lookfar.drafters.trie import TrieDrafter
+from lookfar.engine import Engine
+from lookfar.index import LONGEST
+from lookfar.memory import Memory
+from lookfar.sequence import Request, Sequence
+from lookfar.store import Store
+
+VOCAB, CONTEXT, STORED = 49152, 2000, 1_000_000
+USUAL = np.random.default_rng(0).integers(0, VOCAB, (VOCAB, 8))
+
+
+def made_up_text(length: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    ranks = np.minimum(rng.geometric(0.6, length) - 1, 7)
+    text = np.empty(length, np.int64)
+    text[0] = rng.integers(VOCAB)
+    for i in range(1, length):
+        text[i] = USUAL[text[i - 1], ranks[i]]
+    return text
+
+
+class MadeUpModel:
+    """Answers with the usual successors, in a slightly different order each time."""
+
+    vocab_size = VOCAB
+    support = SimpleNamespace(max_positions=None, trees=True, tree_limit=None)
+
+    def forward(self, plan: Any, cache: SlotCache) -> torch.Tensor:
+        tokens = plan.tokens[0, plan.kept]
+        logits = torch.zeros(1, len(tokens), VOCAB)
+        scores = 10.0 - torch.arange(8.0) + 3 * torch.rand(len(tokens), 8)
+        logits[0].scatter_(1, torch.from_numpy(USUAL[tokens]), scores)
+        return logits
+
+
+def step_cost(budget: int, store: Store, steps: int = 200) -> dict[str, float]:
+    memory = Memory(VOCAB, store)
+    engine = Engine(MadeUpModel(), 1, memory=memory)  # type: ignore[arg-type]
+    engine.cache = SlotCache(1, 2 * CONTEXT)
+    prompt = made_up_text(CONTEXT, seed=2).tolist()
+    request = Request(prompt, 10**6, strategies=parse_strategy("auto"), budget=budget, remember=False)
+    sequence = Sequence(request, 0, memory)
+    engine.active = [sequence]
+    times = []
+    for step in range(steps + 40):
+        before = sequence.stats.host_seconds
+        engine.step()
+        if step >= 40:
+            times.append(sequence.stats.host_seconds - before)
+    stats = sequence.stats
+    return {
+        "budget": budget,
+        "microseconds": 1e6 * float(np.median(times)),
+        "p95": 1e6 * float(np.percentile(times, 95)),
+        "rows": stats.rows_per_step,
+        "tokens_per_step": stats.tokens_per_step,
+    }
+
+
+def look_ups(tokens: int) -> dict[str, float]:
+    """Microseconds of one look-up for 64 rows after `tokens` were learned, by suffix and by trie."""
+    store = Store(VOCAB, max_tokens=16 << 20, max_nodes=16 << 20)
+    text = made_up_text(tokens, seed=3)
+    start = perf_counter()
+    store.learn([text[i : i + 500] for i in range(0, tokens, 500)])
+    learned = perf_counter() - start
+    drafter = TrieDrafter(Trie(), store, [1], remember=False)
+    queries = made_up_text(2000, seed=4)
+    times: dict[str, list[float]] = {"suffix": [], "trie": []}
+    for end in range(LONGEST, len(queries), 7):
+        ids = queries[:end].tolist()
+        tail = np.array(ids[-LONGEST:], np.int32)
+        start = perf_counter()
+        store.find(tail, 16, 24)
+        times["suffix"].append(perf_counter() - start)
+        start = perf_counter()
+        drafter.propose(ids, 100)
+        times["trie"].append(perf_counter() - start)
+    record = {f"{name}_{q}": 1e6 * float(np.percentile(t, q)) for name, t in times.items() for q in (50, 99)}
+    return record | {"tokens": tokens, "learn_microseconds_per_token": 1e6 * learned / tokens, "bytes": store.nbytes}
+
+
+def memory() -> list[dict[str, float]]:
+    """Bytes of a store with the default bounds as more and more text is learned."""
+    store, sizes = Store(VOCAB), []
+    for million in range(1, 11):
+        text = made_up_text(1_000_000, seed=10 + million)
+        store.learn([text[i : i + 500] for i in range(0, len(text), 500)])
+        sizes.append({"millions": million, "index": store.index.nbytes, "trie": store.trie.nbytes})
+    return sizes
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    look_ups(1000)  # compiles
+    store = Store(VOCAB)
+    text = made_up_text(STORED, seed=1)
+    store.learn([text[i : i + 500] for i in range(0, STORED, 500)])
+    step_cost(16, store, 20)
+    report = {
+        "steps": [step_cost(budget, store) for budget in (16, 64)],
+        "look_ups": [look_ups(tokens) for tokens in (1_000, 100_000, 10_000_000)],
+        "memory": memory(),
+    }
+    out = Console(width=120)
+    for title, rows in report.items():
+        table = Table(*rows[0], title=title)
+        for row in rows:
+            table.add_row(*(f"{value:,.1f}" if isinstance(value, float) else f"{value:,}" for value in row.values()))
+        out.print(table)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
