@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-MAX_TOKENS = 4 << 20  # 68 MB with the chains; beyond that the older half is forgotten
-MAX_NODES = 2 << 20  # 82 MB with the hash table; beyond that counts are halved
+MAX_TOKENS = 4 << 20  # 28 bytes each with the chains; beyond that the older half is forgotten
+MAX_NODES = 2 << 20  # 40 bytes each with the hash table; beyond that counts are halved
 BRANCH = 13  # a token and what followed it, as deep as the trie goes
 CHAINED = (8, 4, 2)
 EMPTY = CountedTrie(1, 2)

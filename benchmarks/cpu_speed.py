@@ -1,0 +1,150 @@
+"""How much faster, in seconds: `model.generate`, this engine's plain decoding and `auto`, in turn on each prompt.
+
+    python benchmarks/cpu_speed.py --data DIR --suites mt_bench,humaneval,gsm8k --limit 20
+    python benchmarks/cpu_speed.py --data DIR --suites random --limit 10
+
+Memory is empty at the start of a suite and kept from prompt to prompt. `random` are prompts of random tokens decoded at
+temperature 2 (the noise of every place is fixed, so all three contestants draw the same tokens): nothing can be guessed
+there. Speed-ups are medians over prompts. Prints a table and one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from prompts import read_prompts
+from rich.console import Console
+from rich.table import Table
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import lookfar
+from lookfar.config import default_budget, parse_strategy
+from lookfar.progress import bar
+from lookfar.sequence import Request
+from lookfar.stats import Stats, add_up, is_natural
+
+CONTESTANTS = ("generate", "none", "auto")
+
+
+class Noise(LogitsProcessor):
+    """Sampling as an argmax: the noise of a place depends on the prompt's number and the place alone."""
+
+    def __init__(self, temperature: float, number: int) -> None:
+        self.temperature = temperature
+        self.number = number
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seed = 100_000 * self.number + input_ids.shape[1]
+        drawn = torch.rand(scores.shape[-1], generator=torch.Generator().manual_seed(seed))
+        return scores / self.temperature - torch.log(-torch.log(drawn.clamp(1e-9, 1 - 1e-7)))
+
+
+def random_prompts(lm: lookfar.LM, count: int) -> list[list[int]]:
+    made = torch.randint(0, lm.engine.model.vocab_size, (count, 64), generator=torch.Generator().manual_seed(0))
+    return [row.tolist() for row in made]
+
+
+def decode(
+    lm: lookfar.LM, name: str, prompt: list[int], new: int, processors: LogitsProcessorList | None
+) -> tuple[list[int], float, Stats]:
+    """One contestant on one prompt: its tokens, its seconds and what it counted."""
+    start = perf_counter()
+    if name == "generate":
+        ids = torch.tensor([prompt])
+        more = {"logits_processor": processors} if processors else {}
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False}
+        tokens = lm.model.generate(ids, **options, **more)[0, len(prompt) :].tolist()
+        return tokens, perf_counter() - start, Stats()
+    strategies = parse_strategy(name)
+    eos = lm.model.generation_config.eos_token_id
+    stop = frozenset([eos] if isinstance(eos, int) else eos or ())
+    request = Request(prompt, new, stop, strategies, processors, default_budget(strategies))
+    done = lm.engine.run([request])[0]
+    return done.output, perf_counter() - start, done.stats
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--suites", default="mt_bench,humaneval,gsm8k")
+    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--model", default="demo")
+    options = parser.parse_args()
+    lm = lookfar.load(options.model, device="cpu", dtype="float32", max_batch=1)
+    report: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "packed_bytes": lm.engine.model.packed_bytes,
+        "suites": {},
+    }
+    for suite in options.suites.split(","):
+        noisy = suite == "random"
+        prompts = (
+            random_prompts(lm, options.limit)
+            if noisy
+            else read_prompts(lm, options.data / f"{suite}.jsonl", options.limit)
+        )
+        for name in CONTESTANTS:  # the first passes of a process are slow
+            decode(lm, name, prompts[0], 8, None)
+        lm.forget()
+        rows = []
+        with bar(suite, len(prompts)) as advance:
+            for number, prompt in enumerate(prompts):
+                processors = LogitsProcessorList([Noise(2.0, number)]) if noisy else None
+                rows.append({n: decode(lm, n, prompt, options.max_new_tokens, processors) for n in CONTESTANTS})
+                advance(1)
+        report["suites"][suite] = {
+            "all": summary(rows),
+            "natural": summary([row for row in rows if is_natural(row["generate"][0])]),
+        }
+    curve = lm.engine.costs
+    assert curve is not None
+    report["milliseconds"] = {int(n): 1e3 * s for n, s in zip(curve.rows, curve.seconds, strict=True)}
+    show(report)
+    print(json.dumps(report))
+
+
+def summary(rows: list[dict[str, tuple[list[int], float, Stats]]]) -> dict[str, float]:
+    def times(slow: str, fast: str) -> float:
+        return median(row[slow][1] / row[fast][1] for row in rows)
+
+    stats = add_up(row["auto"][2] for row in rows)
+    return {
+        "prompts": len(rows),
+        "identical": sum(row["generate"][0] == row["none"][0] == row["auto"][0] for row in rows),
+        "auto_over_generate": times("generate", "auto"),
+        "auto_over_plain": times("none", "auto"),
+        "plain_over_generate": times("generate", "none"),
+        "worst_over_plain": min(row["none"][1] / row["auto"][1] for row in rows),
+        "tokens_per_step": stats.tokens_per_step,
+        "rows_per_step": stats.rows_per_step,
+        "host_microseconds": 1e6 * stats.host_seconds / stats.steps,
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    table = Table("suite", "outputs", "identical", "auto ÷ generate", "auto ÷ plain", "plain ÷ generate", "tokens/step")
+    table.add_column("rows/step")
+    for suite, parts in report["suites"].items():
+        for which, r in parts.items():
+            table.add_row(
+                suite,
+                f"{which} ({r['prompts']})",
+                f"{r['identical']}/{r['prompts']}",
+                *(f"{r[k]:.2f}×" for k in ("auto_over_generate", "auto_over_plain", "plain_over_generate")),
+                f"{r['tokens_per_step']:.2f}",
+                f"{r['rows_per_step']:.1f}",
+            )
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()
