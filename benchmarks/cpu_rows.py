@@ -2,8 +2,8 @@
 
     python benchmarks/cpu_rows.py
 
-Weights of 160 MB in layers of one shape, so that they come from memory as in a model. Milliseconds, medians, all ways in
-turn. Prints tables and one JSON line. What bounds it: memory bandwidth for few rows, arithmetic for many.
+Weights of 160 MB in layers of one shape, so that they come from memory as in a model. Milliseconds, medians, all ways
+in turn. Prints tables and one JSON line. What bounds it: memory bandwidth for few rows, arithmetic for many.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python benchmarks/cpu_speed.py --data DIR --suites mt_bench,humaneval,gsm8k --limit 20
     python benchmarks/cpu_speed.py --data DIR --suites random --limit 10
 
-Memory is empty at the start of a suite and kept from prompt to prompt. `random` are prompts of random tokens decoded at
-temperature 2 (the noise of every place is fixed, so all three contestants draw the same tokens): nothing can be guessed
-there. Speed-ups are medians over prompts. Prints a table and one JSON line.
+Memory is empty at the start of a suite and kept from prompt to prompt (`--fresh`: never kept). `random` are prompts of
+random tokens decoded at temperature 2 (the noise of every place is fixed, so all three contestants draw the same tokens):
+nothing can be guessed there. Speed-ups are medians over prompts. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--fresh", action="store_true", help="empty the memory before each prompt")
     options = parser.parse_args()
     lm = lookfar.load(options.model, device="cpu", dtype="float32", max_batch=1)
     report: dict[str, Any] = {
@@ -98,6 +99,8 @@ def main() -> None:
         rows = []
         with bar(suite, len(prompts)) as advance:
             for number, prompt in enumerate(prompts):
+                if options.fresh:
+                    lm.forget()
                 processors = LogitsProcessorList([Noise(2.0, number)]) if noisy else None
                 rows.append({n: decode(lm, n, prompt, options.max_new_tokens, processors) for n in CONTESTANTS})
                 advance(1)

@@ -3,8 +3,8 @@
     python benchmarks/host_cost.py
 
 A made-up language (every token has eight usual successors) stands for the model's answers. Measured are the time a step
-spends in drafters, merge, plan and learning (`Stats.host_seconds`), a look-up in stores of growing size, and the store's
-memory. Prints tables and one JSON line. What bounds it: cache misses in the tables, and NumPy's calls.
+spends in drafters, merge, plan and learning (`Stats.host_seconds`), a look-up in stores of growing size, and the
+store's memory. Prints tables and one JSON line. What bounds it: cache misses in the tables, and NumPy's calls.
 """
 
 from __future__ import annotations

@@ -138,13 +138,19 @@ def test_riders_that_bring_nothing_are_left_behind_and_tried_again() -> None:
 
 
 def test_the_curve_is_measured_once_and_kept() -> None:
-    from lookfar.costs import cache_dir, machine_and_model, step_costs
+    from lookfar.costs import REFINED_ENOUGH, cache_dir, keep_refined, machine_and_model, step_costs
 
     bound = BoundModel(tiny_model("llama"))
     curve = step_costs(bound)
     assert (cache_dir() / "costs.json").exists()
     assert step_costs(bound).table(64).tolist() == curve.table(64).tolist()
     assert "float64" in machine_and_model(bound)
+    curve.seconds *= np.linspace(1, 3, len(curve.seconds))
+    keep_refined(bound, curve)  # too few real steps to believe them
+    assert step_costs(bound).seconds[-1] < curve.seconds[-1]
+    curve.refined = REFINED_ENOUGH
+    keep_refined(bound, curve)
+    assert step_costs(bound).seconds[-1] == pytest.approx(curve.seconds[-1])
 
 
 @pytest.mark.parametrize("budget", [0, -1, 513, True, 2.5, "many"])
@@ -159,3 +165,29 @@ def test_a_budget_of_one_row_is_plain_decoding() -> None:
     done = lookfar.LM(model_of("llama"), budget=1).generate(PROMPTS[4], max_new_tokens=NEW)
     assert done.token_ids == expected_of("llama")[4]
     assert done.stats.rows == done.stats.steps == NEW
+
+
+def test_requests_with_different_budgets_share_a_batch() -> None:
+    engine = Engine(BoundModel(model_of("llama")), costs=FLAT)
+    strategies = lookfar.config.parse_strategy("auto+lookahead")
+    for mixture in (("auto", 2, 9, None, "auto"), (1, 2, 9, 40, 3), (None, 2, 9, 40, 1)):
+        todo = [
+            Request(prompt, NEW, strategies=strategies, budget=budget)  # type: ignore[arg-type]
+            for prompt, budget in zip(PROMPTS, mixture, strict=True)
+        ]
+        seen = rows_of(engine, todo)
+        assert [s.output for s in engine.run(todo)] == expected_of("llama")
+        assert max(len(rows) for rows in seen if len(rows.chain) == 1) <= 1 + max(r.extra_rows for r in todo)
+
+
+@pytest.mark.parametrize("budget", ["auto", 9, 40])
+def test_riders_and_guesses_together_keep_to_the_promised_rows(budget: object) -> None:
+    # The cache is reserved for so many rows and no more.
+    engine = Engine(BoundModel(model_of("llama")), costs=FLAT)
+    small, wide = lookfar.Lookahead(window=3, ngram=4, guesses=3), lookfar.Lookahead()
+    for lookahead in (small, wide):
+        engine.memory = Memory(engine.model.vocab_size)
+        strategies = (*lookfar.config.AUTO, lookahead)
+        request = Request(PROMPTS[4], NEW, strategies=strategies, budget=budget)  # type: ignore[arg-type]
+        for rows in rows_of(engine, [request]):
+            assert len(rows) - len(rows.chain) <= request.extra_rows

@@ -33,6 +33,11 @@ def offers_of(batch: list[list[tuple[list[int], int, int]]], limit: int = 9) -> 
     )
 
 
+def room(each: int) -> np.ndarray:
+    """As many candidates for each sequence of a batch."""
+    return np.full(3, each, np.int32)
+
+
 def paths(forest: Forest, owner: int) -> list[tuple[int, ...]]:
     """The paths of the candidates that were taken, in their order."""
     spelled: dict[int, tuple[int, ...]] = {owner: ()}
@@ -47,7 +52,7 @@ def paths(forest: Forest, owner: int) -> list[tuple[int, ...]]:
 @given(batches)
 @settings(max_examples=150)
 def test_all_prefixes_of_all_drafts_and_nothing_else(batch: list[list[tuple[list[int], int, int]]]) -> None:
-    forest = grow_forest(offers_of(batch), NO_SUCCESSORS, Calibration(SOURCES), 500, 500, 0.0)
+    forest = grow_forest(offers_of(batch), NO_SUCCESSORS, Calibration(SOURCES), 500, room(500), 0.0)
     for owner, of_one in enumerate(batch):
         expected = {tuple(path[:end]) for path, _, _ in of_one for end in range(1, len(path) + 1)}
         taken = paths(forest, owner)
@@ -73,8 +78,8 @@ def test_the_best_are_taken_and_limits_hold(
     batch: list[list[tuple[list[int], int, int]]], most: int, each: int, limit: int
 ) -> None:
     calibration = Calibration(SOURCES)
-    everything = grow_forest(offers_of(batch, limit), NO_SUCCESSORS, calibration, 500, 500, 0.0)
-    forest = grow_forest(offers_of(batch, limit), NO_SUCCESSORS, calibration, most, each, 0.0)
+    everything = grow_forest(offers_of(batch, limit), NO_SUCCESSORS, calibration, 500, room(500), 0.0)
+    forest = grow_forest(offers_of(batch, limit), NO_SUCCESSORS, calibration, most, room(each), 0.0)
     scores = forest.scores[forest.picked]
     assert (np.diff(scores) <= 1e-6).all()
     assert len(forest.picked) <= most
@@ -84,16 +89,16 @@ def test_the_best_are_taken_and_limits_hold(
         best = np.sort(everything.scores[everything.picked])[::-1][:most]
         assert np.allclose(scores, best, atol=1e-6)
     floor = 0.2
-    above = grow_forest(offers_of(batch, limit), NO_SUCCESSORS, calibration, 500, 500, floor)
+    above = grow_forest(offers_of(batch, limit), NO_SUCCESSORS, calibration, 500, room(500), floor)
     assert (above.scores[above.picked] >= floor).all()
     assert len(above.picked) == (everything.scores[everything.picked] >= floor).sum()
 
 
 def test_two_sources_for_a_token_are_worth_more_than_one() -> None:
     calibration = Calibration(SOURCES)
-    alone = grow_forest(offers_of([[([1], 5, 0)]]), NO_SUCCESSORS, calibration, 9, 9, 0.0)
-    agreed = grow_forest(offers_of([[([1], 5, 0), ([1], 5, 1)]]), NO_SUCCESSORS, calibration, 9, 9, 0.0)
-    against = grow_forest(offers_of([[([1], 5, 0), ([2], 5, 1)]]), NO_SUCCESSORS, calibration, 9, 9, 0.0)
+    alone = grow_forest(offers_of([[([1], 5, 0)]]), NO_SUCCESSORS, calibration, 9, room(9), 0.0)
+    agreed = grow_forest(offers_of([[([1], 5, 0), ([1], 5, 1)]]), NO_SUCCESSORS, calibration, 9, room(9), 0.0)
+    against = grow_forest(offers_of([[([1], 5, 0), ([2], 5, 1)]]), NO_SUCCESSORS, calibration, 9, room(9), 0.0)
     assert agreed.scores[1] > alone.scores[1] > against.scores[1]
     assert (alone.backers[1], agreed.backers[1]) == (1, 2)
 
@@ -105,7 +110,7 @@ def test_successors_continue_every_path() -> None:
     one = np.array
     successors.learn(one([-1], np.int32), one([7], np.int32), top, logits)  # after 7, whatever was before
     successors.learn(one([7], np.int32), one([10], np.int32), top + 3 * (top >= 0), logits)  # after the pair 7, 10
-    forest = grow_forest(offers_of([[([7], 5, 0)]]), successors, Calibration(SOURCES), 30, 30, 0.0)
+    forest = grow_forest(offers_of([[([7], 5, 0)]]), successors, Calibration(SOURCES), 30, room(30), 0.0)
     taken = paths(forest, 0)
     assert (7, 10, 13) in taken
     assert (7, 11) in taken
@@ -119,6 +124,6 @@ def test_successors_continue_every_path() -> None:
 def test_runners_up_are_candidates_for_the_first_place_only() -> None:
     offers = offers_of([[([1, 1], 5, 0)]])
     offers.runners[0, :2] = 8, 9
-    forest = grow_forest(offers, NO_SUCCESSORS, Calibration(SOURCES), 30, 30, 0.0)
+    forest = grow_forest(offers, NO_SUCCESSORS, Calibration(SOURCES), 30, room(30), 0.0)
     assert {(8,), (9,)} <= set(paths(forest, 0))
     assert not {path for path in paths(forest, 0) if len(path) > 1 and path[-1] in (8, 9)}

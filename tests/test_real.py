@@ -152,8 +152,9 @@ def test_mistakes_with_a_real_model(arguments: list[str], sentence: str) -> None
     assert len(shown.stderr.strip().splitlines()) == 1
 
 
-def test_readme_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_examples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every Python block of the README runs, in order, in one session."""
+    monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parent.parent / "README.md").read_text()
     blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
     assert blocks

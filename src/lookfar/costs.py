@@ -16,6 +16,7 @@ from lookfar.progress import bar
 from lookfar.successors import TOP
 from lookfar.tree import Plan, SequencePlan, TokenTree
 
+REFINED_ENOUGH = 1000  # steps
 CONTEXT = 256  # tokens before the measured steps; real steps correct for longer ones
 
 
@@ -28,6 +29,13 @@ def step_costs(model: BoundModel) -> CostCurve:
             curve = measure_model(model)
         keep_curve(path, key, curve)
     return curve
+
+
+def keep_refined(model: BoundModel, curve: CostCurve) -> None:
+    """Keep what real steps have taught, once there were many of them."""
+    if curve.refined >= REFINED_ENOUGH:
+        keep_curve(cache_dir() / "costs.json", machine_and_model(model), curve)
+        curve.refined = 0
 
 
 def measure_model(model: BoundModel) -> CostCurve:

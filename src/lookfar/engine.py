@@ -14,7 +14,7 @@ import numpy as np
 from lookfar.arrays import Ints
 from lookfar.budget import CostCurve
 from lookfar.cache import SlotCache
-from lookfar.costs import step_costs
+from lookfar.costs import keep_refined, step_costs
 from lookfar.drafters.base import Outcome, Predictions
 from lookfar.errors import CapacityError, ConfigError
 from lookfar.memory import Memory
@@ -90,6 +90,8 @@ class Engine:
                     finished |= {sequence.index: sequence for sequence in self._retire()}
             finally:
                 self.active.clear()
+                if self.costs is not None:
+                    keep_refined(self.model, self.costs)
         return [finished[index] for index in range(len(requests))]
 
     def step(self, on_tokens: OnTokens | None = None, on_step: OnStep | None = None) -> None:

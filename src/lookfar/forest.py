@@ -83,9 +83,9 @@ class Forest:
 
 
 def grow_forest(
-    offers: Offers, successors: Successors, calibration: Calibration, max_nodes: int, max_each: int, floor: float
+    offers: Offers, successors: Successors, calibration: Calibration, max_nodes: int, room: Int32s, floor: float
 ) -> Forest:
-    """The best candidates for all sequences: at most `max_nodes`, `max_each` for one sequence, none below `floor`."""
+    """The best candidates for all sequences: at most `max_nodes`, `room[b]` for sequence b, none below `floor`."""
     return Forest(
         *grow(
             offers.drafts,
@@ -100,7 +100,7 @@ def grow_forest(
             calibration.weights,
             len(calibration.sources),
             max_nodes,
-            max_each,
+            room,
             np.float32(floor),
         )
     )
@@ -160,7 +160,7 @@ def grow(  # type: ignore[no-untyped-def]
     log_odds,
     source_count,
     max_nodes,
-    max_each,
+    room_each,
     floor,
 ):
     batch = len(roots)
@@ -208,7 +208,7 @@ def grow(  # type: ignore[no-untyped-def]
             if heap_size == 0 or picks == max_nodes:
                 break
             place, heap_size = pop(heap, heap_size, scores)
-            if picked_each[owners[place]] == max_each:
+            if picked_each[owners[place]] == room_each[owners[place]]:
                 continue
             picked[picks] = place
             picks += 1

@@ -10,7 +10,7 @@ import numpy as np
 from lookfar.arrays import Int32s
 from lookfar.budget import CostCurve, best_count
 from lookfar.calibration import Calibration
-from lookfar.config import AUTO_ROWS, Recycle
+from lookfar.config import Recycle
 from lookfar.drafters.base import Proposal
 from lookfar.forest import Forest, Offers, grow_forest
 from lookfar.memory import Memory
@@ -127,16 +127,14 @@ def _stack(drafts: list[Int32s]) -> Int32s:
     return np.concatenate([np.pad(part, ((0, 0), (0, deepest - part.shape[1])), constant_values=-1) for part in drafts])
 
 
-def _limits(sequences: Seq[Sequence]) -> tuple[int, int, float]:
-    """The most candidates to look at, the most of them for one sequence, and the least chance of one."""
-    budget = sequences[0].request.budget
-    batch = len(sequences)
-    if budget == "auto":
-        return (AUTO_ROWS - 1) * batch, AUTO_ROWS - 1, WORTH_A_LOOK
-    if budget is None:
-        each = max(sequence.request.extra_rows for sequence in sequences)
-        return each * batch, each, 0.0
-    return (budget - 1) * batch, budget - 1 if batch == 1 else 2 * budget - 1, 0.0
+def _limits(sequences: Seq[Sequence]) -> tuple[int, Int32s, float]:
+    """The most candidates to take, the most for each sequence, and the least chance of one."""
+    room = np.array([sequence.request.extra_rows for sequence in sequences], np.int32)
+    budgets = [sequence.request.budget for sequence in sequences]
+    if "auto" in budgets:
+        return int(room.sum()), room, WORTH_A_LOOK
+    numbers = zip(budgets, room.tolist(), strict=True)
+    return sum(own if budget is None else int(budget) - 1 for budget, own in numbers), room, 0.0
 
 
 def _afford(
@@ -148,30 +146,32 @@ def _afford(
     memory: Memory,
 ) -> tuple[int, bool]:
     """How many candidates to feed, best first, and whether the riders come along."""
-    budget = sequences[0].request.budget
+    budgets = {sequence.request.budget for sequence in sequences}
     riding = np.array([sum(map(len, of_one)) for of_one in riders], dtype=np.int32)
-    if isinstance(budget, int) and not riding.any():
+    if "auto" not in budgets and not riding.any():
         return len(forest.picked), False
-    fixed = np.array([len(chain) for chain in chains], dtype=np.int32)
     scores, owners = forest.scores[forest.picked], forest.owners[forest.picked]
-    if budget is None:
-        return _fitting(owners, np.array([s.request.extra_rows for s in sequences]) - riding), bool(riding.any())
+    most, room, _ = _limits(sequences)
+    beside_riders = _fitting(owners, room - riding) if (riding <= room).all() else -1
     bonus = float(memory.rider_value * np.count_nonzero(riding))
-    if budget == "auto":
+    if None in budgets:  # chosen by hand, riders and all
+        return max(beside_riders, 0), beside_riders >= 0
+    if "auto" in budgets:
         assert costs is not None
-        table = costs.table(int(len(sequences) * (max(fixed + riding) + AUTO_ROWS)))
+        fixed = np.array([len(chain) for chain in chains], dtype=np.int32)
+        table = costs.table(int(len(sequences) * (fixed + room).max()))
         count, rate = best_count(scores, owners, fixed, table, 0.0)
-        if not bonus:
+        if not bonus or beside_riders < 0:
             return count, False
-        with_riders, other_rate = best_count(scores, owners, fixed + riding, table, bonus)
-        return (with_riders, True) if other_rate > rate else (count, False)
-    room = _limits(sequences)[0] - int(riding.sum())
-    if room < 0:
-        return len(scores), False
-    return (min(room, len(scores)), True) if scores[:room].sum() + bonus > scores.sum() else (len(scores), False)
+        other, its_rate = best_count(scores[:beside_riders], owners[:beside_riders], fixed + riding, table, bonus)
+        return (other, True) if its_rate > rate else (count, False)
+    beside_riders = min(beside_riders, most - int(riding.sum()))
+    if beside_riders >= 0 and scores[:beside_riders].sum() + bonus > scores.sum():
+        return beside_riders, True
+    return len(scores), False
 
 
-def _fitting(owners: np.ndarray, room: np.ndarray) -> int:
+def _fitting(owners: Int32s, room: Int32s) -> int:
     """How many candidates, best first, leave every sequence within its room."""
     taken = np.zeros(len(room), dtype=int)
     for count, owner in enumerate(owners):
