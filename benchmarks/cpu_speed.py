@@ -4,8 +4,8 @@
     python benchmarks/cpu_speed.py --data DIR --suites random --limit 10
 
 Memory is empty at the start of a suite and kept from prompt to prompt (`--fresh`: never kept). `random` are prompts of
-random tokens decoded at temperature 2 (the noise of every place is fixed, so all three contestants draw the same tokens):
-nothing can be guessed there. Speed-ups are medians over prompts. Prints a table and one JSON line.
+random tokens decoded at temperature 2 (the noise of every place is fixed, so all three contestants draw the same
+tokens): nothing can be guessed there. Speed-ups are medians over prompts. Prints a table and one JSON line.
 """
 
 from __future__ import annotations

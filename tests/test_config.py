@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import lookfar
-from lookfar.config import AUTO, Jacobi, Lookahead, default_budget, parse_strategy
+from lookfar.config import AUTO, Jacobi, Lookahead, default_budget, name_of, parse_strategy
 
 
 @pytest.mark.parametrize(
@@ -88,5 +88,6 @@ def test_plain_decoding_takes_no_settings() -> None:
 def test_automatic_means_its_sources_and_an_automatic_budget() -> None:
     assert parse_strategy("auto") == AUTO
     assert default_budget(AUTO) == "auto"
+    assert [name_of(parse_strategy(n)) for n in ("auto", "none", "trie+jacobi")] == ["auto", "none", "trie+jacobi"]
     assert default_budget(parse_strategy("auto+lookahead")) == "auto"
     assert default_budget(parse_strategy("lookahead")) is None

@@ -231,6 +231,13 @@ Budget = int | Literal["auto"] | None
 AUTO_ROWS = 64  # the most rows that an automatic budget gives one sequence
 
 
+def name_of(strategies: tuple[Strategy, ...]) -> str:
+    """What a user would have asked for."""
+    if strategies == AUTO:
+        return "auto"
+    return "+".join(strategy.name for strategy in strategies) or "none"
+
+
 def default_budget(strategies: tuple[Strategy, ...]) -> Budget:
     """Automatic where all automatic sources are at work; strategies chosen by hand feed what they propose."""
     return "auto" if set(AUTO) <= set(strategies) else None

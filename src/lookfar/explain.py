@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from lookfar.config import name_of, parse_strategy
 from lookfar.tree import ROOT
 
 if TYPE_CHECKING:
@@ -89,8 +90,7 @@ def explain(
         )
 
     lm.generate(ids, max_new_tokens=max_new_tokens, strategy=strategy, budget=budget, on_step=keep)
-    name = strategy if isinstance(strategy, str) else "+".join(s.name for s in lm.strategy)
-    return Explanation(name, steps)
+    return Explanation(name_of(lm.strategy if strategy is None else parse_strategy(strategy)), steps)
 
 
 def _path(rows: SequencePlan, tokens: Seq[int]) -> list[int]:

@@ -37,6 +37,13 @@ from lookfar.successors import Successors, pair_slot
 
 MAX_CHILDREN = 48  # candidates considered after one place
 
+# Columns of the table of candidates. LOW and HIGH bound the drafts that agree with the path, in an order of all drafts.
+OWNER, PARENT, TOKEN, DEEP, LOUDEST, BACKERS, FIRST, COUNT, LOW, HIGH = range(10)
+COLUMNS = 10
+# Columns of the slate, where the children of the place at hand stand until they are candidates: how many drafts go on
+# with the child, 1 + the level of its probability after the token and after the pair, its rank among the runners-up.
+CHILD, DRAFTED, OF_TOKEN, OF_PAIR, RANK = range(5)
+
 
 @dataclass(slots=True)
 class Offers:
@@ -56,30 +63,42 @@ class Offers:
 class Forest:
     """All candidates. The first ones, one a sequence, are the roots; children of one place are neighbours."""
 
-    owners: Int32s
-    parents: Int32s
-    tokens: Int32s
-    depths: Int32s
+    nodes: Int32s  # [candidates, columns]
     scores: Floats
-    sources: Int32s  # whose drafts speak for it most; one more than there are for what only successors offer
-    backers: Int32s  # how many sources offer it
     features: Int32s  # [candidates, features each]
-    first_child: Int32s  # -1: not looked at
-    child_count: Int32s
     picked: Int32s  # the best candidates, best first
 
-    def teach(self, place: int, emitted: Int32s, calibration: Calibration) -> None:
+    @property
+    def owners(self) -> Int32s:
+        return self.nodes[:, OWNER]
+
+    @property
+    def parents(self) -> Int32s:
+        return self.nodes[:, PARENT]
+
+    @property
+    def tokens(self) -> Int32s:
+        return self.nodes[:, TOKEN]
+
+    @property
+    def depths(self) -> Int32s:
+        return self.nodes[:, DEEP]
+
+    @property
+    def sources(self) -> Int32s:
+        """Whose drafts speak for a candidate most; one more than there are for what only successors offer."""
+        return self.nodes[:, LOUDEST]
+
+    @property
+    def backers(self) -> Int32s:
+        """How many sources offer a candidate."""
+        return self.nodes[:, BACKERS]
+
+    def teach(self, root: int, emitted: Int32s, calibration: Calibration) -> None:
         """Compare the candidates after a root with what its text went on with."""
-        learn_along(
-            calibration.weights,
-            calibration.squares,
-            self.features,
-            self.tokens,
-            self.first_child,
-            self.child_count,
-            place,
-            emitted,
-        )
+        first, count = self.nodes[:, FIRST], self.nodes[:, COUNT]
+        known = calibration.weights, calibration.squares
+        learn_along(*known, self.features, self.tokens, first, count, root, emitted)
 
 
 def grow_forest(
@@ -96,7 +115,7 @@ def grow_forest(
             offers.roots,
             offers.runners,
             offers.limits,
-            *successors.arrays,
+            *successors.tables,
             calibration.weights,
             len(calibration.sources),
             max_nodes,
@@ -104,42 +123,6 @@ def grow_forest(
             np.float32(floor),
         )
     )
-
-
-@jit
-def level_of(probability):  # type: ignore[no-untyped-def]
-    level = 0
-    while level < LEVELS - 1 and probability < LEVEL_BOUNDS[level]:
-        level += 1
-    return level
-
-
-@jit
-def add_child(children, count, token):  # type: ignore[no-untyped-def]
-    """The place of a token among the children, added if new; -1 if there is no room."""
-    for i in range(count):
-        if children[i] == token:
-            return i, count
-    if count == MAX_CHILDREN:
-        return -1, count
-    children[count] = token
-    return count, count + 1
-
-
-@jit
-def read_table(ids, logits, children, count, levels):  # type: ignore[no-untyped-def]
-    """Add a row of predictions to the children; `levels` gets their levels, 1 + level. Returns the best level too."""
-    best = logits[0]
-    total = np.float32(0.0)
-    for i in range(len(ids)):
-        if ids[i] >= 0:
-            total += np.exp(logits[i] - best)
-    for i in range(len(ids)):
-        if ids[i] >= 0:
-            child, count = add_child(children, count, ids[i])
-            if child >= 0:
-                levels[child] = 1 + level_of(np.exp(logits[i] - best) / total)
-    return count, level_of(1.0 / total)
 
 
 @jit
@@ -160,165 +143,204 @@ def grow(  # type: ignore[no-untyped-def]
     log_odds,
     source_count,
     max_nodes,
-    room_each,
+    room,
     floor,
 ):
     batch = len(roots)
-    room = batch + (max_nodes + batch) * MAX_CHILDREN
-    width = 4 + source_count  # depth, runner, two tables, sources
-    owners = np.empty(room, np.int32)
-    parents = np.empty(room, np.int32)
-    tokens = np.empty(room, np.int32)
-    depths = np.empty(room, np.int32)
-    scores = np.empty(room, np.float32)
-    best_source = np.empty(room, np.int32)
-    backers = np.zeros(room, np.int32)
-    features = np.empty((room, width), np.int32)
-    first_child = np.full(room, -1, np.int32)
-    child_count = np.zeros(room, np.int32)
-    low = np.zeros(room, np.int32)  # the drafts that agree with the path so far: order[low:high]
-    high = np.zeros(room, np.int32)
+    size = batch + (max_nodes + batch) * MAX_CHILDREN
+    nodes, scores = np.empty((size, COLUMNS), np.int32), np.empty(size, np.float32)
+    features = np.empty((size, 4 + source_count), np.int32)  # depth, runner-up, token, pair, and each source
+    heap, picked, taken = np.empty(size, np.int32), np.empty(max_nodes, np.int32), np.zeros(batch, np.int32)
     order = np.arange(len(drafts)).astype(np.int32)
-    spare = np.empty(len(drafts), np.int32)
-    group = np.empty(len(drafts), np.int32)
-    picked = np.empty(max_nodes, np.int32)
-    picked_each = np.zeros(batch, np.int32)
-    heap = np.empty(room, np.int32)
-    # What is known of the children of the place at hand.
-    children = np.empty(MAX_CHILDREN, np.int32)
-    drafted = np.zeros(MAX_CHILDREN, np.int32)  # how many drafts go on with the child
-    of_token = np.zeros(MAX_CHILDREN, np.int32)
-    of_pair = np.zeros(MAX_CHILDREN, np.int32)
-    rank = np.zeros(MAX_CHILDREN, np.int32)
-    grade = np.full((MAX_CHILDREN, source_count), -1, np.int32)  # the best grade behind the child, -1 for none
+    spare, group = np.empty_like(order), np.empty_like(order)
+    slate = np.zeros((MAX_CHILDREN, 5), np.int32)
+    grade = np.full((MAX_CHILDREN, source_count), -1, np.int32)  # the best grade behind a child, -1 for none
     support = np.zeros((MAX_CHILDREN, source_count), np.float32)  # the weight of those drafts
-    present = np.empty((source_count, GRADES), np.float32)  # the weight of all drafts here, by grade
-
-    used = batch
+    present = np.zeros((source_count, GRADES), np.float32)  # the weight of all drafts at the place
     for b in range(batch):
-        owners[b], parents[b], tokens[b], depths[b], scores[b] = b, -1, roots[b, 1], 0, 1.0
-        best_source[b] = source_count
-        low[b], high[b] = starts[b], starts[b + 1]
-    heap_size, picks, next_root = 0, 0, 0
-    while True:
-        if next_root < batch:
+        plant(nodes, scores, b, b, -1, roots[b, 1], 0, 1.0)
+        nodes[b, LOW], nodes[b, HIGH] = starts[b], starts[b + 1]
+    used, heap_size, picks, next_root = batch, 0, 0, 0
+    while next_root < batch or (heap_size and picks < max_nodes):
+        if next_root < batch:  # the roots are looked at first, whatever they promise
             place = next_root
             next_root += 1
         else:
-            if heap_size == 0 or picks == max_nodes:
-                break
             place, heap_size = pop(heap, heap_size, scores)
-            if picked_each[owners[place]] == room_each[owners[place]]:
+            owner = nodes[place, OWNER]
+            if taken[owner] == room[owner]:
                 continue
             picked[picks] = place
             picks += 1
-            picked_each[owners[place]] += 1
-        b, depth = owners[place], depths[place]
-        if depth >= limits[b]:
+            taken[owner] += 1
+        b = nodes[place, OWNER]
+        if nodes[place, DEEP] >= limits[b]:
             continue
-        # Children: the tokens that the drafts go on with …
-        count = 0
-        present[:] = 0
-        for i in range(low[place], high[place]):
-            draft = order[i]
-            token = drafts[draft, depth] if depth < drafts.shape[1] else -1
-            group[i] = -1
-            if token < 0:
-                continue
-            child, count = add_child(children, count, token)
-            source, g, weight = sources[draft], grades[draft], weights[draft]
-            present[source, g] += weight
-            if child < 0:
-                continue
-            group[i] = child
-            drafted[child] += 1
-            if g > grade[child, source]:
-                grade[child, source] = g
-                support[child, source] = weight
-            elif g == grade[child, source]:
-                support[child, source] += weight
-        with_drafts = count
-        # … and what the model predicted here before.
-        best_of_token, best_of_pair = -1, -1
-        last = tokens[place]
-        before = roots[b, 0] if place < batch else tokens[parents[place]]
-        if len(pair_keys) and before >= 0:
-            slot = pair_slot(before, last, len(pair_keys))
-            if pair_keys[slot] == (np.int64(before) << 32) | last:
-                count, best_of_pair = read_table(pair_ids[slot], pair_logits[slot], children, count, of_pair)
-        if last < len(token_ids) and token_ids[last, 0] >= 0:
-            count, best_of_token = read_table(token_ids[last], token_logits[last], children, count, of_token)
-        if place < batch:
-            for i in range(runners.shape[1]):
-                if runners[b, i] >= 0:
-                    child, count = add_child(children, count, runners[b, i])
-                    if child >= 0:
-                        rank[child] = min(i + 1, RUNNERS - 1)
-        # Sort this place's drafts by child, so that each child has a stretch of `order`.
-        start = low[place]
-        for child in range(with_drafts):
-            low[used + child] = start
-            start += drafted[child]
-            high[used + child] = low[used + child]
-        for i in range(low[place], high[place]):
-            if group[i] >= 0:
-                spare[high[used + group[i]]] = order[i]
-                high[used + group[i]] += 1
-        for i in range(low[place], start):
-            order[i] = spare[i]
-        first_child[place], child_count[place] = used, count
+        count = read_drafts(
+            drafts, grades, weights, sources, order, group, nodes, place, slate, grade, support, present
+        )
+        sort_drafts(order, spare, group, nodes, place, used, slate, count)
+        last, parent = nodes[place, TOKEN], nodes[place, PARENT]
+        before = nodes[parent, TOKEN] if parent >= 0 else roots[b, 0]
+        slot = find_pair(pair_keys, before, last)
+        count, best_of_pair = read_table(pair_ids, pair_logits, slot, slate, count, OF_PAIR)
+        row = last if last < len(token_ids) else -1
+        count, best_of_token = read_table(token_ids, token_logits, row, slate, count, OF_TOKEN)
+        if parent < 0:
+            count = read_runners(runners, b, slate, count)
+        nodes[place, FIRST], nodes[place, COUNT] = used, count
         for child in range(count):
             new = used + child
-            owners[new], parents[new], tokens[new], depths[new] = b, place, children[child], depth + 1
-            if child >= with_drafts:
-                low[new], high[new] = 0, 0
-            mine = features[new]
-            mine[0] = DEPTH + min(depth, DEPTHS - 1)
-            mine[1] = RUNNER + rank[child]
-            mine[2] = TABLES + (of_token[child] if of_token[child] or best_of_token < 0 else 1 + LEVELS + best_of_token)
-            mine[3] = (
-                TABLES + TABLE + (of_pair[child] if of_pair[child] or best_of_pair < 0 else 1 + LEVELS + best_of_pair)
-            )
-            chosen, most = source_count, np.float32(-100.0)
-            backers[new] = min(rank[child] + of_token[child] + of_pair[child], 1)
-            for source in range(source_count):
-                best = GRADES - 1
-                while best >= 0 and present[source, best] == 0:
-                    best -= 1
-                own = grade[child, source]
-                feature = 0
-                if own >= 0:
-                    part = support[child, source] / present[source, own]
-                    share = 0 if part < 0.35 else 1 if part < 0.7 else 2
-                    feature = FOR + (own * SHARES + share) * 2 + (1 if own == best else 0)
-                    backers[new] += 1
-                elif best >= 0:
-                    feature = AGAINST + best
-                mine[4 + source] = DRAFTS + source * SOURCE + feature
-                if own >= 0 and log_odds[mine[4 + source]] > most:
-                    chosen, most = source, log_odds[mine[4 + source]]
-            best_source[new] = chosen
-            total = np.float32(0.0)
-            for feature in mine:
-                total += log_odds[feature]
+            total = describe(features[new], slate, child, nodes[place, DEEP], best_of_token, best_of_pair, log_odds)
+            total += weigh(features[new], nodes, new, slate, child, grade, support, present, log_odds)
+            plant(nodes, scores, new, b, place, slate[child, CHILD], nodes[place, DEEP] + 1, 0.0)
             scores[new] = scores[place] / (1.0 + np.exp(-total))
             if scores[new] >= floor:
                 heap_size = push(heap, heap_size, scores, new)
-            # A clean slate for the next place.
-            drafted[child], of_token[child], of_pair[child], rank[child] = 0, 0, 0, 0
-            for source in range(source_count):
-                grade[child, source], support[child, source] = -1, 0
+            slate[child, DRAFTED:] = 0
         used += count
-    return (
-        owners[:used],
-        parents[:used],
-        tokens[:used],
-        depths[:used],
-        scores[:used],
-        best_source[:used],
-        backers[:used],
-        features[:used],
-        first_child[:used],
-        child_count[:used],
-        picked[:picks],
-    )
+    return nodes[:used], scores[:used], features[:used], picked[:picks]
+
+
+@jit
+def plant(nodes, scores, node, owner, parent, token, depth, score):  # type: ignore[no-untyped-def]
+    nodes[node, OWNER], nodes[node, PARENT], nodes[node, TOKEN], nodes[node, DEEP] = owner, parent, token, depth
+    nodes[node, FIRST], nodes[node, COUNT] = -1, 0
+    scores[node] = score
+
+
+@jit
+def add_child(slate, count, token):  # type: ignore[no-untyped-def]
+    """The place of a token among the children, added if new; -1 if there is no room."""
+    for i in range(count):
+        if slate[i, CHILD] == token:
+            return i, count
+    if count == MAX_CHILDREN:
+        return -1, count
+    slate[count, CHILD] = token
+    return count, count + 1
+
+
+@jit
+def read_drafts(  # type: ignore[no-untyped-def]
+    drafts, grades, weights, sources, order, group, nodes, place, slate, grade, support, present
+):
+    """Read the tokens that a place's drafts go on with; `group` gets which child each draft belongs to."""
+    present[:] = 0
+    count, depth = 0, nodes[place, DEEP]
+    for i in range(nodes[place, LOW], nodes[place, HIGH]):
+        draft = order[i]
+        token = drafts[draft, depth] if depth < drafts.shape[1] else -1
+        group[i] = -1
+        if token < 0:
+            continue
+        child, count = add_child(slate, count, token)
+        source, own, weight = sources[draft], grades[draft], weights[draft]
+        present[source, own] += weight
+        if child < 0:
+            continue
+        group[i] = child
+        slate[child, DRAFTED] += 1
+        if own > grade[child, source]:
+            grade[child, source], support[child, source] = own, weight
+        elif own == grade[child, source]:
+            support[child, source] += weight
+    return count
+
+
+@jit
+def sort_drafts(order, spare, group, nodes, place, used, slate, count):  # type: ignore[no-untyped-def]
+    """Sort a place's drafts by child, so that each child has a stretch of `order`; the rest have none."""
+    low, start = nodes[place, LOW], nodes[place, LOW]
+    for child in range(MAX_CHILDREN):
+        nodes[used + child, LOW] = nodes[used + child, HIGH] = start
+        if child < count:
+            start += slate[child, DRAFTED]
+    for i in range(low, nodes[place, HIGH]):
+        if group[i] >= 0:
+            spare[nodes[used + group[i], HIGH]] = order[i]
+            nodes[used + group[i], HIGH] += 1
+    for i in range(low, start):
+        order[i] = spare[i]
+
+
+@jit
+def find_pair(keys, before, last):  # type: ignore[no-untyped-def]
+    """The slot of a pair of tokens, -1 if nothing is known of it."""
+    if before < 0 or not len(keys):
+        return -1
+    slot = pair_slot(before, last, len(keys))
+    return slot if keys[slot] == (np.int64(before) << 32) | last else -1
+
+
+@jit
+def read_table(ids, logits, row, slate, count, column):  # type: ignore[no-untyped-def]
+    """Add a row of predictions to the children with their levels. Returns the best level too; -1: nothing is known."""
+    if row < 0 or ids[row, 0] < 0:
+        return count, -1
+    total = np.float32(0.0)
+    for i in range(ids.shape[1]):
+        if ids[row, i] >= 0:
+            total += np.exp(logits[row, i] - logits[row, 0])
+    for i in range(ids.shape[1]):
+        if ids[row, i] >= 0:
+            child, count = add_child(slate, count, ids[row, i])
+            if child >= 0:
+                slate[child, column] = 1 + level_of(np.exp(logits[row, i] - logits[row, 0]) / total)
+    return count, level_of(1.0 / total)
+
+
+@jit
+def level_of(probability):  # type: ignore[no-untyped-def]
+    level = 0
+    while level < LEVELS - 1 and probability < LEVEL_BOUNDS[level]:
+        level += 1
+    return level
+
+
+@jit
+def read_runners(runners, b, slate, count):  # type: ignore[no-untyped-def]
+    """Add the runners-up of a root to its children."""
+    for i in range(runners.shape[1]):
+        if runners[b, i] >= 0:
+            child, count = add_child(slate, count, runners[b, i])
+            if child >= 0:
+                slate[child, RANK] = min(i + 1, RUNNERS - 1)
+    return count
+
+
+@jit
+def describe(mine, slate, child, depth, best_of_token, best_of_pair, log_odds):  # type: ignore[no-untyped-def]
+    """The features that do not come from drafts; returns their log-odds."""
+    of_token, of_pair = slate[child, OF_TOKEN], slate[child, OF_PAIR]
+    mine[0] = DEPTH + min(depth, DEPTHS - 1)
+    mine[1] = RUNNER + slate[child, RANK]
+    mine[2] = TABLES + (of_token if of_token or best_of_token < 0 else 1 + LEVELS + best_of_token)
+    mine[3] = TABLES + TABLE + (of_pair if of_pair or best_of_pair < 0 else 1 + LEVELS + best_of_pair)
+    return log_odds[mine[0]] + log_odds[mine[1]] + log_odds[mine[2]] + log_odds[mine[3]]
+
+
+@jit
+def weigh(mine, nodes, new, slate, child, grade, support, present, log_odds):  # type: ignore[no-untyped-def]
+    """The features that come from drafts, and who speaks for the child most; returns their log-odds."""
+    total, loudest = np.float32(0.0), np.float32(-np.inf)
+    nodes[new, LOUDEST] = grade.shape[1]
+    nodes[new, BACKERS] = min(slate[child, RANK] + slate[child, OF_TOKEN] + slate[child, OF_PAIR], 1)
+    for source in range(grade.shape[1]):
+        best, own = GRADES - 1, grade[child, source]
+        while best >= 0 and present[source, best] == 0:
+            best -= 1
+        said = AGAINST + best if best >= 0 else 0
+        if own >= 0:
+            part = support[child, source] / present[source, own]
+            share = 0 if part < 0.35 else 1 if part < 0.7 else 2
+            said = FOR + (own * SHARES + share) * 2 + (1 if own == best else 0)
+        feature = DRAFTS + source * SOURCE + said
+        mine[4 + source] = feature
+        total += log_odds[feature]
+        if own >= 0:
+            nodes[new, BACKERS] += 1
+            if log_odds[feature] > loudest:
+                nodes[new, LOUDEST], loudest = source, log_odds[feature]
+        grade[child, source], support[child, source] = -1, 0
+    return total

@@ -16,6 +16,7 @@ from lookfar.heap import pop, push
 from lookfar.jit import jit
 
 FANOUT = 24
+MOST = 1 << 30  # counts stay below this, so that adding two never overflows
 NONE = -1
 # Columns of the node table.
 TOKEN, COUNT, FIRST, NEXT, BEFORE, PARENT = range(6)
@@ -152,7 +153,7 @@ def count_child(nodes, size, table, parent, token, amount):  # type: ignore[no-u
         node = size
         size = add_node(nodes, size, parent, token)
         table[slot] = node
-    nodes[node, COUNT] += amount
+    nodes[node, COUNT] = min(nodes[node, COUNT] + amount, MOST)
     front = nodes[node, BEFORE]
     if front != NONE and nodes[front, COUNT] <= nodes[node, COUNT]:
         swap_forward(nodes, node)

@@ -37,11 +37,13 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Decode PROMPT plainly and with a strategy: are the texts identical, and which was faster?"""
+    from lookfar.config import name_of
+
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     lm = options.load_model(model, device, dtype, max_length, store, pack)
     ids, _ = options.prompt_ids(lm, prompt, raw)
     contestants = {"plain": (), "strategy": lm.strategy if chosen is None else chosen}
-    name = "+".join(one.name for one in contestants["strategy"]) or "none"
+    name = name_of(contestants["strategy"])
     runs: dict[str, list[Completion]] = {side: [] for side in contestants}
     # The first forward passes of a process are slow; they should not count against whoever comes first.
     for plan in contestants.values():
