@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test lint format clean
 
-# A task that copies much of its prompt: there lookahead pays on a CPU too.
+# A task that copies some of its prompt, decoded plainly and with guesses.
 demo: $(READY)
 	$(BIN)/lookfar compare "Rewrite this text in the past tense: The fox walks through the forest. The fox sees a river. The \
 	fox walks to the river and drinks the water. The bear sees the fox and walks to the river too."

@@ -37,7 +37,8 @@ class Step:
     root: str  # the last token of the text before it
     emitted: list[str]
     nodes: list[Node]
-    rows: int
+    rows: int  # root, guesses and riders
+    prompt_rows: int  # rows of the prompt that were read in the same pass
     riders: int
     seconds: float
     expected: float  # tokens that the estimates promised
@@ -83,6 +84,7 @@ def explain(
                 emitted=[text_of(token) for token in tokens],
                 nodes=nodes,
                 rows=len(rows) - rows.root_row,
+                prompt_rows=rows.root_row,
                 riders=sum(map(len, rows.riders)),
                 seconds=seconds,
                 expected=1 + sum(node.probability for node in nodes),

@@ -71,7 +71,8 @@ def _tree(number: int, step: Step) -> Tree:
         (" ".join(map(visible, step.emitted)), "green"),
         (
             f"  {len(step.emitted)} of {step.expected:.2f} tokens expected, {step.rows} rows, "
-            f"{1000 * step.seconds:.1f} ms",
+            + (f"{step.prompt_rows} more of the prompt, " if step.prompt_rows else "")
+            + f"{1000 * step.seconds:.1f} ms",
             "dim",
         ),
     )
