@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedModel
 
@@ -14,6 +17,7 @@ from conftest import random_prompts, reference
 from families import tiny_model
 from lookfar.budget import CostCurve
 from lookfar.config import AUTO_ROWS, STRATEGIES, Strategy
+from lookfar.drafters.base import Drafter, Outcome, Proposal
 from lookfar.engine import Engine
 from lookfar.memory import Memory
 from lookfar.model import BoundModel
@@ -191,3 +195,61 @@ def test_riders_and_guesses_together_keep_to_the_promised_rows(budget: object) -
         request = Request(PROMPTS[4], NEW, strategies=strategies, budget=budget)  # type: ignore[arg-type]
         for rows in rows_of(engine, [request]):
             assert len(rows) - len(rows.chain) <= request.extra_rows
+
+
+class Watcher:
+    """Proposes what it is told and keeps the predictions it is shown, with the text they were made for."""
+
+    name = "watcher"
+    wants_predictions = True
+
+    def __init__(self, text: list[int]) -> None:
+        self.text = text
+        self.seen: list[tuple[list[int], Outcome]] = []
+
+    def propose(self, ids: Seq[int], limit: int) -> Proposal:
+        rest = self.text[len(ids) :][: min(limit, 3)]
+        return Proposal.of([[7, 8], [*rest[:2], 9], rest])
+
+    def observe(self, ids: Seq[int], outcome: Outcome) -> None:
+        self.seen.append((list(ids), outcome))
+
+
+@pytest.mark.parametrize("prefill_rows", [8, 512])
+def test_predictions_are_those_of_the_rows_they_are_said_to_be_of(prefill_rows: int) -> None:
+    model, prompt = model_of("llama"), PROMPTS[1]
+    watcher = Watcher(prompt + expected_of("llama")[1])
+
+    @dataclass(frozen=True)
+    class Watching(Strategy):
+        max_rows = 9  # type: ignore[assignment]
+
+        def start(self, request: Request, memory: Memory) -> list[Drafter]:
+            return [watcher]
+
+    engine = Engine(BoundModel(model), prefill_rows=prefill_rows)
+    other = Request(PROMPTS[4], 10, strategies=(lookfar.Recycle(rows=5),))
+    engine.run([Request(prompt, 10, strategies=(Watching(),)), other])  # together with rows of another sequence
+    fed = 0
+    for ids, outcome in watcher.seen:
+        rows, start = outcome.predictions, len(ids) - len(outcome.emitted)
+        assert rows is not None
+        chain = len(rows.tokens) - len(outcome.tree)
+        if not outcome.emitted:  # a piece of the prompt: the rows end where this piece ended
+            start, fed = fed + chain, fed + chain
+        for i in range(len(rows.tokens)):
+            path: list[int] = []
+            node = i - chain
+            while node >= 0:
+                path.insert(0, int(outcome.tree.tokens[node]))
+                node = int(outcome.tree.parents[node])
+            text = ids[:start] + path if i >= chain else ids[: start - chain + 1 + i]
+            assert [rows.before[i], rows.tokens[i]] == [text[-2] if len(text) > 1 else -1, text[-1]]
+            with torch.no_grad():
+                logits = model(torch.tensor([text])).logits[0, -1].float()
+            assert rows.top_ids[i].tolist() == logits.topk(8).indices.tolist()
+            assert np.allclose(rows.top_logits[i], logits.topk(8).values, atol=1e-4)
+        if outcome.emitted:
+            assert rows.top_ids[outcome.last, 0] == outcome.emitted[-1]
+    learned = sum(len(o.predictions.tokens) - len(o.tree) for ids, o in watcher.seen if o.predictions)
+    assert learned >= len(prompt)  # prompt rows among them
