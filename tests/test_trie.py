@@ -127,3 +127,20 @@ def test_the_best_branches_are_those_with_the_highest_counts(
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     assert [mixed[path] for path in paths] == weights.tolist()
     assert depths.tolist() == [len(path) for path in paths]
+
+
+def test_a_frequent_child_is_found_among_many_rare_ones() -> None:
+    trie = CountedTrie(depth=2, max_nodes=100_000)
+    for token in range(100, 1100):  # a thousand children, far more than a look-up reads
+        trie.insert([1, token])
+        if token % 3 == 0:
+            trie.insert([1, 7])
+        if token % 5 == 0:
+            trie.insert([1, 8])
+    nothing = CountedTrie(1, 2)
+    tokens, _, _, weights = best_branches(
+        trie.nodes, trie.table, trie.find(np.array([1], np.int32)), np.float32(1),
+        nothing.nodes, nothing.table, -1, np.float32(0), 2, 1,
+    )  # fmt: skip
+    assert tokens.tolist() == [7, 8]
+    assert weights.tolist() == [333, 200]

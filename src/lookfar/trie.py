@@ -1,7 +1,7 @@
 """A trie of branches with counts, in flat arrays: what followed what, and how often.
 
-Children of a node form a list that keeps itself roughly in order: a child that is counted moves in front of its
-neighbour unless that one has the higher count. Look-ups read the first `FANOUT` of a list and so take the same time
+Children of a node form a list that keeps itself roughly in order: a child that is counted moves in front of those that
+count no more, past at most `FANOUT` of them. Look-ups read the first `FANOUT` of a list and so take the same time
 however much is stored. When the nodes run out, counts are halved and what falls to nothing is dropped, which is also
 the decay.
 """
@@ -113,18 +113,23 @@ def descend(nodes, table, suffix):  # type: ignore[no-untyped-def]
 
 
 @jit
-def swap_forward(nodes, node):  # type: ignore[no-untyped-def]
-    """Move a node in front of its neighbour."""
-    front = nodes[node, BEFORE]
-    ahead, behind = nodes[front, BEFORE], nodes[node, NEXT]
+def climb(nodes, node):  # type: ignore[no-untyped-def]
+    """Move a node in front of the neighbours that count no more than it does, past at most `FANOUT` of them."""
+    ahead, steps = nodes[node, BEFORE], 0
+    while ahead != NONE and nodes[ahead, COUNT] <= nodes[node, COUNT] and steps < FANOUT:
+        ahead, steps = nodes[ahead, BEFORE], steps + 1
+    if not steps:
+        return
+    before, behind = nodes[node, BEFORE], nodes[node, NEXT]
+    nodes[before, NEXT] = behind
+    if behind != NONE:
+        nodes[behind, BEFORE] = before
+    first = nodes[nodes[node, PARENT], FIRST] if ahead == NONE else nodes[ahead, NEXT]
+    nodes[node, BEFORE], nodes[node, NEXT], nodes[first, BEFORE] = ahead, first, node
     if ahead == NONE:
         nodes[nodes[node, PARENT], FIRST] = node
     else:
         nodes[ahead, NEXT] = node
-    if behind != NONE:
-        nodes[behind, BEFORE] = front
-    nodes[node, BEFORE], nodes[node, NEXT] = ahead, front
-    nodes[front, BEFORE], nodes[front, NEXT] = node, behind
 
 
 @jit
@@ -154,9 +159,7 @@ def count_child(nodes, size, table, parent, token, amount):  # type: ignore[no-u
         size = add_node(nodes, size, parent, token)
         table[slot] = node
     nodes[node, COUNT] = min(nodes[node, COUNT] + amount, MOST)
-    front = nodes[node, BEFORE]
-    if front != NONE and nodes[front, COUNT] <= nodes[node, COUNT]:
-        swap_forward(nodes, node)
+    climb(nodes, node)
     return node, size
 
 
