@@ -42,6 +42,13 @@ def test_suffix_proposes_the_longest_and_the_latest_first() -> None:
     assert not len(stored.propose(ids, limit=10).drafts)
 
 
+def test_suffix_knows_the_beginning_of_a_prompt_that_is_longer_than_the_answer() -> None:
+    prompt = list(range(10, 90))
+    own, _ = Suffix(length=3).start(Request(prompt, 8), Memory(100))
+    assert not len(own.propose(prompt, limit=9).drafts)
+    assert kept(own.propose([*prompt, 10, 11], limit=9).drafts) == [[12, 13, 14]]
+
+
 def test_an_answer_joins_the_store_when_it_is_finished() -> None:
     memory = Memory(100)
     prompt = list(range(10, 20))

@@ -71,3 +71,10 @@ def test_a_text_longer_than_the_room_leaves_its_end() -> None:
     index = TokenIndex(100, (2,))
     index.extend(range(1000))
     assert index.text.tolist() == list(range(950, 1000))
+
+
+def test_what_fits_is_kept_whole() -> None:
+    index = TokenIndex(100, (2,))
+    index.extend(range(90))  # more than half of the room, as a long prompt is
+    index.extend(range(90, 100))
+    assert index.text.tolist() == list(range(100))

@@ -47,9 +47,10 @@ class TokenIndex:
 
     def extend(self, ids: npt.ArrayLike) -> None:
         """Go on with the text at the end. When there is no room left, the older half is forgotten."""
-        new = np.asarray(ids, dtype=np.int32)[-self.capacity // 2 :]
+        new = np.asarray(ids, dtype=np.int32)
         if self.size + len(new) > self.capacity:
-            self.tokens = self.tokens[self.size - self.capacity // 2 : self.size]
+            new = new[-(self.capacity // 2) :]
+            self.tokens = self.tokens[max(self.size - self.capacity // 2, 0) : self.size]
             self.size = len(self.tokens)
             self._allocate(self.capacity)
         elif self.size + len(new) > len(self.tokens):
