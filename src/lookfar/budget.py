@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -14,6 +12,7 @@ import numpy as np
 from filelock import FileLock
 
 from lookfar.arrays import Floats
+from lookfar.files import replace_file
 from lookfar.jit import jit
 
 MEASURED = (1, 2, 4, 8, 16, 32, 64, 128)  # rows
@@ -99,10 +98,7 @@ def keep_curve(path: Path, key: str, curve: CostCurve) -> None:
             except (OSError, ValueError, TypeError):
                 known = {}
             known[_digest(key)] = record
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".costs.")
-            with os.fdopen(handle, "w") as file:
-                json.dump(known, file, indent=1)
-            os.replace(temporary, path)
+            replace_file(path, [json.dumps(known, indent=1).encode()])
     except OSError:
         return
 

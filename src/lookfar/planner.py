@@ -11,7 +11,7 @@ from lookfar.arrays import Int32s
 from lookfar.budget import CostCurve, best_count
 from lookfar.calibration import Calibration
 from lookfar.config import Recycle
-from lookfar.drafters.base import Proposal
+from lookfar.drafters.base import Proposal, stack
 from lookfar.forest import Forest, Offers, grow_forest
 from lookfar.memory import Memory
 from lookfar.sequence import Sequence
@@ -50,9 +50,10 @@ def plan_step(
     proposals = [_propose(sequence, chain) for sequence, chain in zip(sequences, chains, strict=True)]
     if not any(map(len, proposals)):
         return Plan(chains, first_slot)
-    guesses = _grow(sequences, proposals, memory)
+    limits = _limits(sequences)
+    guesses = _grow(sequences, proposals, memory, limits)
     riders = [tuple(proposal.riders for proposal in of_one) for of_one in proposals]
-    count, riding = _afford(sequences, chains, riders, guesses.forest, costs, memory)
+    count, riding = _afford(sequences, chains, riders, guesses.forest, costs, memory, limits)
     trees = _trees(guesses, count, len(sequences))
     plans = [
         SequencePlan(
@@ -87,7 +88,9 @@ def _propose(sequence: Sequence, chain: SequencePlan) -> list[Proposal]:
     return [drafter.propose(sequence.ids, limit) for drafter in sequence.drafters]
 
 
-def _grow(sequences: Seq[Sequence], proposals: Seq[Seq[Proposal]], memory: Memory) -> Guesses:
+def _grow(
+    sequences: Seq[Sequence], proposals: Seq[Seq[Proposal]], memory: Memory, limits: tuple[int, Int32s, float]
+) -> Guesses:
     """All candidates for all sequences, in one heap."""
     names: list[str] = []
     drafted, sources, counts = [], [], [0]
@@ -106,7 +109,7 @@ def _grow(sequences: Seq[Sequence], proposals: Seq[Seq[Proposal]], memory: Memor
                 sources.append(names.index(drafter.name))
                 counts[-1] += len(proposal.drafts)
     offers = Offers(
-        drafts=_stack([proposal.drafts for proposal in drafted]),
+        drafts=stack([proposal.drafts for proposal in drafted]),
         grades=np.concatenate([NO_PROPOSAL.grades, *(proposal.grades for proposal in drafted)]),
         weights=np.concatenate([NO_PROPOSAL.weights, *(proposal.weights for proposal in drafted)]),
         sources=np.array(sources, np.int32).repeat([len(proposal.drafts) for proposal in drafted]),
@@ -116,15 +119,7 @@ def _grow(sequences: Seq[Sequence], proposals: Seq[Seq[Proposal]], memory: Memor
         limits=np.array([s.remaining - 1 if p else 0 for s, p in zip(sequences, proposals, strict=True)], np.int32),
     )
     calibration = memory.calibration(names, recycled is not NO_SUCCESSORS)
-    return Guesses(grow_forest(offers, recycled, calibration, *_limits(sequences)), calibration)
-
-
-def _stack(drafts: list[Int32s]) -> Int32s:
-    """Drafts of several depths, one below the other."""
-    deepest = max((part.shape[1] for part in drafts), default=0)
-    if all(part.shape[1] == deepest for part in drafts):
-        return np.concatenate([np.zeros((0, deepest), np.int32), *drafts])
-    return np.concatenate([np.pad(part, ((0, 0), (0, deepest - part.shape[1])), constant_values=-1) for part in drafts])
+    return Guesses(grow_forest(offers, recycled, calibration, *limits), calibration)
 
 
 def _limits(sequences: Seq[Sequence]) -> tuple[int, Int32s, float]:
@@ -144,6 +139,7 @@ def _afford(
     forest: Forest,
     costs: CostCurve | None,
     memory: Memory,
+    limits: tuple[int, Int32s, float],
 ) -> tuple[int, bool]:
     """How many candidates to feed, best first, and whether the riders come along."""
     budgets = {sequence.request.budget for sequence in sequences}
@@ -151,7 +147,7 @@ def _afford(
     if "auto" not in budgets and not riding.any():
         return len(forest.picked), False
     scores, owners = forest.scores[forest.picked], forest.owners[forest.picked]
-    most, room, _ = _limits(sequences)
+    most, room, _ = limits
     beside_riders = _fitting(owners, room - riding) if (riding <= room).all() else -1
     bonus = float(memory.rider_value * np.count_nonzero(riding))
     if None in budgets:  # chosen by hand, riders and all

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Sequence as Seq
 from pathlib import Path
 from threading import RLock
@@ -15,6 +14,7 @@ import numpy as np
 
 from lookfar.arrays import Floats, Int32s
 from lookfar.errors import StoreError
+from lookfar.files import replace_file
 from lookfar.index import END, TokenIndex
 from lookfar.trie import CountedTrie, best_branches
 
@@ -168,21 +168,11 @@ def write_store(store: Store, path: Path, tokenizer: str) -> None:
     data = [array.astype("<i4").tobytes() for array in arrays.values()]
     parts = [MAGIC, len(text).to_bytes(4, "little"), text, *data]
     digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        replace_file(path, [*parts, digest.digest()])
     except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror}.") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            for part in parts:
-                digest.update(part)
-                file.write(part)
-            file.write(digest.digest())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
         raise StoreError(f"{path} cannot be written: {error.strerror}.") from error
 
 

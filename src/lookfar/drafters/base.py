@@ -17,6 +17,17 @@ NO_TOKENS: Int32s = np.zeros(0, np.int32)
 NO_WEIGHTS: Floats = np.zeros(0, np.float32)
 
 
+def stack(drafts: Seq[Int32s]) -> Int32s:
+    """Drafts of several depths, one below the other, -1 behind the shorter ones."""
+    deepest = max((part.shape[1] for part in drafts), default=0)
+    stacked = np.full((sum(map(len, drafts)), deepest), -1, np.int32)
+    row = 0
+    for part in drafts:
+        stacked[row : row + len(part), : part.shape[1]] = part
+        row += len(part)
+    return stacked
+
+
 @dataclass(slots=True)
 class Proposal:
     """Continuations of the text, best first; what may follow anything; and rows that ride along to make later ones."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from lookfar.arrays import Floats, Int32s
 from lookfar.config import Trie
-from lookfar.drafters.base import Outcome, Proposal
+from lookfar.drafters.base import Outcome, Proposal, stack
 from lookfar.store import Store
 from lookfar.trie import CountedTrie
 
@@ -86,10 +86,5 @@ class TrieDrafter:
 def _as_proposal(found: list[tuple[Int32s, Floats, int]]) -> Proposal:
     if not found:
         return Proposal()
-    drafts = np.full((sum(len(p) for p, _, _ in found), max(p.shape[1] for p, _, _ in found)), -1, np.int32)
-    row = 0
-    for paths, _, _ in found:
-        drafts[row : row + len(paths), : paths.shape[1]] = paths
-        row += len(paths)
     grades = np.concatenate([np.full(len(p), min(length, 15), np.int32) for p, _, length in found])
-    return Proposal(drafts, grades, np.concatenate([w for _, w, _ in found]))
+    return Proposal(stack([p for p, _, _ in found]), grades, np.concatenate([w for _, w, _ in found]))
