@@ -149,7 +149,7 @@ def test_more_requests_than_slots_and_rows_that_finish_early(llama: PreTrainedMo
     ]
     widths = []
     forward = engine.model.forward
-    engine.model.forward = lambda plan, cache: widths.append(plan.batch) or forward(plan, cache)  # type: ignore
+    engine.model.forward = lambda plan, *rest: widths.append(plan.batch) or forward(plan, *rest)  # type: ignore
     done = engine.run(todo)
     assert [s.output for s in done] == [reference(llama, p, n) for p, n in zip(prompts, lengths, strict=True)]
     assert max(widths) == 3
@@ -165,7 +165,7 @@ def test_a_stop_token_in_the_middle_of_a_step_ends_everything_there(engine: Engi
     request = Request(PROMPTS[0], NEW, frozenset([stop, 95]), (told(texts_of(expected), depth=7),))
     done = engine.run([request], on_tokens=lambda sequence, new: seen.extend(new))[0]
     assert done.output == cut == seen
-    assert done.cached == len(PROMPTS[0]) + len(cut)  # the stop token was a guess; nothing behind it is kept
+    assert done.cached == len(PROMPTS[0]) + len(cut) - 1  # the stop token was a guess; nothing from it on is kept
     assert done.finish_reason == "stop"
     assert done.stats.tokens == len(cut)
 
@@ -229,7 +229,7 @@ def test_processors_see_every_nodes_own_prefix(llama: PreTrainedModel) -> None:
 def test_capacity_is_known_before_decoding(llama: PreTrainedModel) -> None:
     engine = Engine(BoundModel(llama), max_length=50)
     calls = []
-    engine.model.forward = lambda plan, cache: calls.append(plan)  # type: ignore
+    engine.model.forward = lambda plan, *rest: calls.append(plan)  # type: ignore
     with pytest.raises(
         CapacityError, match=r"20 tokens and max_new_tokens is 31: 51 do not fit in 50.*raise max_length"
     ):

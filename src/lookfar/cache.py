@@ -131,6 +131,39 @@ class SlotCache(Cache):
                 for buffer in (layer.keys, layer.values):
                     buffer[target, :, :length] = buffer[source, :, :length]
 
+    def load(self, slot: int, past: Cache) -> int:
+        """Fill a slot from a plain cache of one sequence; returns how many tokens that were."""
+        for index, layer in enumerate(past.layers):
+            if layer.is_initialized and layer.keys.shape[-2]:
+                length = layer.keys.shape[-2]
+                while len(self.layers) <= index:
+                    self.layers.append(SlotLayer(self))
+                own = self.layers[index]
+                if not own.is_initialized:
+                    own.lazy_initialization(layer.keys, layer.values)
+                own.keys[slot, :, :length], own.values[slot, :, :length] = layer.keys[0], layer.values[0]
+        return int(past.get_seq_length())
+
+    def take(self, slot: int, start: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """A copy of some cells of every layer, each [1, heads, cells, head_dim]."""
+        cells = slice(start, end)
+        return [
+            (layer.keys[slot, None, :, cells].clone(), layer.values[slot, None, :, cells].clone())
+            for layer in self.layers
+        ]
+
+    def grown(self, slots: int, capacity: int) -> SlotCache:
+        """A larger cache with the same contents."""
+        larger = SlotCache(slots, capacity)
+        for layer in self.layers:
+            copy = SlotLayer(larger)
+            if layer.is_initialized:
+                copy.lazy_initialization(layer.keys, layer.values)
+                for new, old in ((copy.keys, layer.keys), (copy.values, layer.values)):
+                    new[: self.slots, :, : self.capacity] = old[:, :, : self.capacity]
+            larger.layers.append(copy)
+        return larger
+
     @property
     def nbytes(self) -> int:
         """Memory held by the buffers."""

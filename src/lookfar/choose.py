@@ -1,4 +1,4 @@
-"""Logits → tokens, as `model.generate(do_sample=False)` does it: processors on the place's own prefix, then argmax."""
+"""Logits → tokens, as `generate` does it: processors on the place's own text, then the best token or a draw."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from lookfar.arrays import Floats, Int32s, Ints
+from lookfar.errors import RequestError
+from lookfar.noise import Draws
 
 
 def greedy(logits: torch.Tensor) -> Ints:
@@ -24,11 +26,39 @@ def best(logits: torch.Tensor, count: int) -> tuple[Int32s, Floats]:
     return ids.to(torch.int32).cpu().numpy(), values.cpu().numpy()
 
 
-def greedy_after(processors: LogitsProcessorList, prefix: Seq[int], logits: torch.Tensor) -> int:
-    """The choice after `prefix` given the logits of its last row, [vocabulary]."""
-    ids = torch.tensor([prefix], device=logits.device)
-    scores = processors(ids, logits[None].to(torch.float32, copy=True))
-    return int(scores.argmax(-1))
+def scores_after(processors: LogitsProcessorList | None, text: Seq[int], logits: torch.Tensor) -> torch.Tensor:
+    """What is made of the logits after a text, [vocabulary] → [1, vocabulary]."""
+    scores = logits[None].to(torch.float32, copy=True)
+    if not processors:
+        return scores
+    made: torch.Tensor = processors(torch.tensor([text], device=logits.device, dtype=torch.long), scores)
+    return made
+
+
+def pick(scores: torch.Tensor, noise: torch.Tensor | None) -> Ints:
+    """The token of each row of scores; with its row of noise it is what `torch.multinomial` would draw."""
+    if noise is None:
+        best_tokens: Ints = scores.argmax(-1).cpu().numpy()
+        return best_tokens
+    odds, tokens = (torch.softmax(scores, -1) / noise.to(scores.device)).max(-1)
+    if torch.isnan(odds).any():
+        raise RequestError(
+            "The scores to sample from hold no number: a logits processor forbids every token, or the logits are NaN."
+        )
+    drawn: Ints = tokens.cpu().numpy()
+    return drawn
+
+
+def pick_all(processors: LogitsProcessorList | None, draws: Draws, places: Ints, logits: torch.Tensor) -> Ints:
+    """Draw after many rows in one call, [rows, vocabulary], with processors that look at the scores alone.
+
+    `places` says which place of the output each row's token would take.
+    """
+    scores = logits.to(torch.float32, copy=True)
+    if processors:
+        scores = processors(torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device), scores)
+    of_place = {place: draws.at(place, scores.shape[-1]) for place in dict.fromkeys(places.tolist())}
+    return pick(scores, torch.stack([of_place[place] for place in places.tolist()]))
 
 
 def first_difference(a: Seq[int], b: Seq[int]) -> int | None:
@@ -42,24 +72,5 @@ def margin_after(model: PreTrainedModel, ids: Seq[int]) -> float:
     """How far apart the two best logits after a text are: near nothing means that rounding decides."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[0, -1]
-    best = logits.float().topk(2).values
-    return float(best[0] - best[1])
-
-
-def own_processors(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> LogitsProcessorList | None:
-    """The processors that the model's own generation config asks for (a repetition penalty, say)."""
-    if not model.can_generate():
-        return None
-    config, _ = model._prepare_generation_config(None, do_sample=False, max_new_tokens=max_new_tokens)
-    model._prepare_special_tokens(config, device=model.device)
-    config.max_length = len(prompt) + max_new_tokens
-    if config.min_new_tokens:
-        config.min_length = len(prompt) + config.min_new_tokens
-    processors: LogitsProcessorList = model._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=len(prompt),
-        encoder_input_ids=torch.tensor([prompt], device=model.device),
-        device=str(model.device),
-        model_kwargs={},
-    )
-    return processors or None
+    two = logits.float().topk(2).values
+    return float(two[0] - two[1])

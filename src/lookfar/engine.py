@@ -1,10 +1,15 @@
-"""The loop: plan, forward, verify, commit. Sequences take slots, advance unevenly and leave when they are done."""
+"""The loop: plan, forward, verify, commit. Sequences take slots, advance unevenly and leave when they are done.
+
+Every call puts its requests in line and steps the engine until they are done. A step advances whatever has a slot, so
+calls that overlap (threads, streams read in turn) share their forwards.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Seq
-from dataclasses import replace
+from collections.abc import Generator, Sequence as Seq
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from time import perf_counter
 from typing import Any
@@ -16,16 +21,25 @@ from lookfar.budget import CostCurve
 from lookfar.cache import SlotCache
 from lookfar.costs import keep_refined, step_costs
 from lookfar.drafters.base import Outcome, Predictions
-from lookfar.errors import CapacityError, ConfigError
+from lookfar.errors import CapacityError, ConfigError, LookfarError
 from lookfar.memory import Memory
 from lookfar.model import BoundModel
 from lookfar.planner import plan_step
-from lookfar.sequence import OnStep, OnTokens, Request, Sequence
+from lookfar.sequence import OnStep, OnTokens, Progress, Request, Sequence
 from lookfar.successors import TOP
 from lookfar.tree import Plan, SequencePlan
 from lookfar.verify import Answers, Walk, verify
 
 NO_CHOICES = np.zeros(0, np.int64)
+
+
+@dataclass(eq=False)
+class Call:
+    """Requests that somebody waits for."""
+
+    progress: deque[Progress] = field(default_factory=deque)  # not yet told
+    unfinished: int = 0
+    failed: bool = False
 
 
 class Engine:
@@ -52,6 +66,9 @@ class Engine:
         self.max_length = min(limits, default=None)
         self.cache = SlotCache(slots=0, capacity=0)
         self.active: list[Sequence] = []  # place in the list = slot
+        self._callers: list[Call] = []  # of the active sequences
+        self._waiting: deque[tuple[Call, int, Request]] = deque()
+        self._left: dict[int, list[int]] = {}  # texts whose keys and values still lie in free slots
         self._lock = Lock()
 
     def check(self, request: Request) -> None:
@@ -73,50 +90,95 @@ class Engine:
         self, requests: Seq[Request], on_tokens: OnTokens | None = None, on_step: OnStep | None = None
     ) -> list[Sequence]:
         """Decode all requests; finished sequences come back in the order of the requests."""
-        for request in requests:
-            self.check(request)
-        with self._lock:
-            if self.costs is None and any(r.budget == "auto" and r.strategies for r in requests):
-                self.costs = step_costs(self.model)
-            self._reserve(requests)
-            waiting = deque(enumerate(requests))
-            finished: dict[int, Sequence] = {}
-            try:
-                while waiting or self.active:
-                    while waiting and len(self.active) < self.cache.slots:
-                        index, request = waiting.popleft()
-                        self.active.append(Sequence(request, index, self.memory))
-                    self.step(on_tokens, on_step)
-                    finished |= {sequence.index: sequence for sequence in self._retire()}
-            finally:
-                self.active.clear()
-                if self.costs is not None:
-                    keep_refined(self.model, self.costs)
+        finished: dict[int, Sequence] = {}
+        with closing(self.stream(requests)) as steps:
+            for done in steps:
+                if on_tokens is not None:
+                    on_tokens(done.sequence, done.tokens)
+                if on_step is not None:
+                    on_step(done.sequence, done.rows, done.tokens, done.seconds)
+                if done.sequence.finish_reason is not None:
+                    finished[done.sequence.index] = done.sequence
         return [finished[index] for index in range(len(requests))]
 
-    def step(self, on_tokens: OnTokens | None = None, on_step: OnStep | None = None) -> None:
+    def stream(self, requests: Seq[Request]) -> Generator[Progress, None, None]:
+        """Decode requests and tell of every step that gave one of them tokens. Closing it frees their slots."""
+        for request in requests:
+            self.check(request)
+        call = Call(unfinished=len(requests))
+        try:
+            with self._lock:
+                if self.costs is None and any(r.budget == "auto" and r.strategies for r in requests):
+                    self.costs = step_costs(self.model)
+                self._reserve(requests)
+                self._waiting.extend((call, index, request) for index, request in enumerate(requests))
+            while call.unfinished or call.progress:
+                while call.progress:
+                    yield call.progress.popleft()
+                with self._lock:
+                    if call.failed:
+                        raise LookfarError("A forward that this request shared with another one failed: ask again.")
+                    if call.unfinished and not call.progress:
+                        self._step_or_fail()
+        finally:
+            with self._lock:
+                self._drop(call)
+                if self.costs is not None:
+                    keep_refined(self.model, self.costs)
+
+    def _step_or_fail(self) -> None:
+        """What a step leaves behind when it breaks off is in no known state, so nobody may go on from it."""
+        try:
+            self.step()
+        except BaseException:
+            for caller in self._callers:
+                caller.failed = True
+            self.active.clear()
+            self._callers.clear()
+            self._left.clear()
+            raise
+
+    def step(self) -> None:
         """One forward: the next group of sequences advances by a piece of a prompt, or by one token or more."""
         began = perf_counter()
+        while self._waiting and len(self.active) < self.cache.slots:
+            self._admit(*self._waiting.popleft())
         group, first_slot = self._next_group()
         plan = plan_step(group, first_slot, self.prefill_rows, self.memory, self.costs)
         planned = perf_counter()
-        logits = self.model.forward(plan, self.cache)
+        logits = self.model.forward(plan, self.cache, [sequence.request.embeds for sequence in group])
         top = TOP if any(sequence.wants_predictions for sequence in group) else 0
         walks, answers = verify(plan, group, logits, top)
         verified = perf_counter()
-        starts = [sequence.cached for sequence in group]
-        taken = [self._advance(plan, i, sequence, walks[i], answers) for i, sequence in enumerate(group)]
+        for i, (sequence, walk) in enumerate(zip(group, walks, strict=True)):
+            start = sequence.cached
+            self.cache.commit(first_slot + i, start, self._advance(plan, i, sequence, walk, answers))
         ended = perf_counter()
-        for i, sequence in enumerate(group):
-            tokens, kept = taken[i]
-            self.cache.commit(first_slot + i, starts[i], kept)
+        for i, (sequence, walk) in enumerate(zip(group, walks, strict=True)):
             sequence.stats.host_seconds += (planned - began + ended - verified) / len(group)
-            if tokens and on_tokens is not None:
-                on_tokens(sequence, tokens)
-            if on_step is not None and walks[i] is not None:
-                on_step(sequence, plan.sequences[i], tokens, perf_counter() - began)
+            if walk is not None:
+                done = Progress(sequence, plan.sequences[i], walk.tokens, walk.nodes, ended - began)
+                self._callers[first_slot + i].progress.append(done)
+        self._retire()
         if self.costs is not None and all(len(rows.chain) == 1 for rows in plan.sequences):
             self.costs.refine(plan.batch * plan.width, perf_counter() - began)
+
+    def _admit(self, call: Call, index: int, request: Request) -> None:
+        """Give a request the next slot, with the keys and values that are already known."""
+        slot = len(self.active)
+        sequence = Sequence(request, index, self.memory)
+        if request.past is not None:
+            sequence.cached = self.cache.load(slot, request.past)
+        elif request.reuse and self._left:
+            source, known = max(
+                ((left, _shared(text, request.prompt)) for left, text in self._left.items()), key=lambda found: found[1]
+            )
+            sequence.cached = min(known, len(request.prompt) - 1)  # the last token's logits are needed
+            if source != slot:
+                self.cache.move(source, slot, sequence.cached)
+        self._left.pop(slot, None)
+        self.active.append(sequence)
+        self._callers.append(call)
 
     def _next_group(self) -> tuple[list[Sequence], int]:
         """Neighbouring slots for one forward: prompts first, as many as make one padded block of rows; else all."""
@@ -131,25 +193,23 @@ class Engine:
             end += 1
         return self.active[start:end], start
 
-    def _advance(
-        self, plan: Plan, place: int, sequence: Sequence, walk: Walk | None, answers: Answers
-    ) -> tuple[list[int], Ints]:
-        """Append what was emitted, count, and tell the drafters. Returns the new tokens and the rows to keep cached:
-        the chain, and the accepted nodes up to a stop."""
+    def _advance(self, plan: Plan, place: int, sequence: Sequence, walk: Walk | None, answers: Answers) -> Ints:
+        """Append what was emitted, count, and tell the drafters. Returns the rows to keep cached: the chain, and the
+        accepted nodes."""
         rows = plan.sequences[place]
         before = sequence.ids[sequence.cached - 1] if sequence.cached else -1
-        taken = sequence.append(walk.tokens) if walk else []
-        accepted = walk.nodes[: len(taken)] if walk else []
+        tokens, accepted = (walk.tokens, walk.nodes) if walk is not None else ([], [])
         kept = np.array([*range(len(rows.chain)), *map(rows.node_row, accepted)], dtype=np.int64)
         sequence.cached += len(kept)
         if walk is not None:
+            sequence.append(tokens, walk.finish_reason)
             sequence.stats.count_step(rows, accepted)
             if plan.guesses is not None:
-                plan.guesses.learn(place, taken)
+                plan.guesses.learn(place, tokens)
                 self.memory.judge_riders(_brought_by_riders(sequence, rows, accepted))
         if sequence.drafters:
-            self._tell(plan, place, sequence, before, taken, accepted, answers)
-        return taken, kept
+            self._tell(plan, place, sequence, before, tokens, accepted, answers)
+        return kept
 
     def _tell(
         self,
@@ -178,28 +238,53 @@ class Engine:
                 seen = replace(outcome, rider_choices=choices[rows.rider_rows(i)]) if riding else outcome
                 drafter.observe(sequence.ids, seen)
 
-    def _retire(self) -> list[Sequence]:
-        """Free the slots of finished sequences; the last active sequence moves into each gap."""
-        done = []
+    def _retire(self) -> None:
+        """Free the slots of finished sequences."""
         for slot in reversed(range(len(self.active))):
-            if self.active[slot].finish_reason is None:
-                continue
-            done.append(self.active[slot])
-            last = self.active.pop()
-            if slot < len(self.active):
-                self.cache.move(len(self.active), slot, last.cached)
-                self.active[slot] = last
-        return done
+            sequence = self.active[slot]
+            if sequence.finish_reason is not None:
+                if sequence.request.export:
+                    sequence.exported = self.cache.take(slot, 0, sequence.cached)
+                self._callers[slot].unfinished -= 1
+                self._free(slot)
+
+    def _drop(self, call: Call) -> None:
+        """Forget the requests of a call that nobody waits for any more."""
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[0] is not call)
+        for slot in reversed(range(len(self.active))):
+            if self._callers[slot] is call:
+                self._free(slot)
+
+    def _free(self, slot: int) -> None:
+        """Free a slot; the last active sequence moves into the gap."""
+        left = self.active[slot]
+        last, caller = self.active.pop(), self._callers.pop()
+        if slot < len(self.active):
+            self.cache.move(len(self.active), slot, last.cached)
+            self.active[slot], self._callers[slot] = last, caller
+        elif left.request.embeds is None:
+            self._left[slot] = left.ids[: left.cached]
 
     def _reserve(self, requests: Seq[Request]) -> None:
         """Make sure the cache holds these requests; buffers that are large enough are used again."""
-        slots = min(self.max_batch, len(requests))
+        slots = min(self.max_batch, len(self.active) + len(self._waiting) + len(requests))
         longest = max(request.length + request.extra_rows for request in requests)
-        if slots > self.cache.slots or longest > self.cache.capacity:
-            self.cache = SlotCache(slots, capacity=-(-longest // 64) * 64)
+        if slots <= self.cache.slots and longest <= self.cache.capacity:
+            return
+        longest = -(-longest // 64) * 64
+        if self.active or self._waiting or any(request.reuse for request in requests):
+            self.cache = self.cache.grown(max(slots, self.cache.slots), max(longest, self.cache.capacity))
+        else:
+            self.cache = SlotCache(slots, longest)
+            self._left.clear()
 
     def _limit_is_ours(self) -> bool:
         return self.max_length != self.model.support.max_positions
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """How many tokens two texts begin with in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _brought_by_riders(sequence: Sequence, rows: SequencePlan, accepted: list[int]) -> int | None:

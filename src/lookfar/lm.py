@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Generator, Mapping, Sequence as Seq
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lookfar.choose import own_processors
-from lookfar.config import Budget, Strategy, StrategySpec, check_budget, default_budget, parse_strategy
+from lookfar.config import Budget, StrategySpec, check_budget, default_budget, parse_strategy
 from lookfar.engine import Engine
 from lookfar.errors import LookfarWarning, ModelError, RequestError
-from lookfar.fallback import decode_plainly
+from lookfar.fallback import decode_plainly, stream_plainly
+from lookfar.generation import rules_for
 from lookfar.memory import Memory
 from lookfar.model import BoundModel
+from lookfar.noise import Draws, Noise
 from lookfar.probe import verifies_trees
 from lookfar.sequence import FinishReason, OnStep, OnTokens, Request, Sequence
 from lookfar.stats import Stats
 from lookfar.store import Store
+from lookfar.text import GrowingText
 
 Prompt = str | Seq[int]
 
@@ -32,8 +35,21 @@ class Completion:
 
     text: str  # without special tokens; empty when there is no tokenizer
     token_ids: list[int]  # as `model.generate` returns them, the stop token included
-    finish_reason: FinishReason  # "stop" at a stop token, "length" at max_new_tokens
+    finish_reason: FinishReason  # "stop" at a stop token, stop string or criterion, "length" at max_new_tokens
     stats: Stats
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step added to one answer."""
+
+    text: str  # complete characters only; the pieces add up to the text of the completion
+    token_ids: list[int]
+    sources: list[str]  # who guessed each token; "model" for the one that the step decoded itself
+    step: int  # counted from 1
+    index: int  # which prompt of a list
+    finish_reason: FinishReason | None  # set in the last chunk of an answer
+    stats: Stats  # so far
 
 
 class LM:
@@ -94,50 +110,37 @@ class LM:
         self.engine.memory = Memory(memory.vocab_size, Store(memory.vocab_size, self.tokenizer))
 
     @overload
-    def generate(
-        self,
-        prompt: str | list[int],
-        *,
-        max_new_tokens: int = ...,
-        strategy: StrategySpec = ...,
-        budget: Budget = ...,
-        on_tokens: OnTokens | None = ...,
-        on_step: OnStep | None = ...,
-    ) -> Completion: ...
+    def generate(self, prompt: str | list[int], **options: Any) -> Completion: ...
     @overload
-    def generate(
-        self,
-        prompt: list[str] | list[list[int]],
-        *,
-        max_new_tokens: int = ...,
-        strategy: StrategySpec = ...,
-        budget: Budget = ...,
-        on_tokens: OnTokens | None = ...,
-        on_step: OnStep | None = ...,
-    ) -> list[Completion]: ...
+    def generate(self, prompt: list[str] | list[list[int]], **options: Any) -> list[Completion]: ...
 
     def generate(
         self,
         prompt: Any,
         *,
-        max_new_tokens: int = 128,
-        strategy: StrategySpec = None,
-        budget: Budget = None,
         on_tokens: OnTokens | None = None,
         on_step: OnStep | None = None,
+        **options: Any,
     ) -> Completion | list[Completion]:
-        """Decode one prompt (text or token ids), or a list of them, greedily.
+        """Decode one prompt (text or token ids), or a list of them; greedily, unless an option asks for sampling.
 
-        `strategy` and `budget` replace those given when the LM was made. `on_tokens(sequence, tokens)` is called after
-        each step that gave a sequence new tokens, `on_step(sequence, rows, tokens, seconds)` with all that was fed too.
+        Options are those of `requests`: `max_new_tokens`, `strategy`, `seed`, … and every generation argument of
+        transformers. `on_tokens(sequence, tokens)` is called after each step that gave a sequence new tokens,
+        `on_step(sequence, rows, tokens, seconds)` with all that was fed too.
         """
-        prompts, single = _as_prompts(prompt)
-        strategies = self.strategy if strategy is None else parse_strategy(strategy)
-        check_budget(budget)
-        rows = budget or (self.budget if strategy is None else None) or default_budget(strategies)
-        requests = [self._request(self.encode(p), max_new_tokens, strategies, rows) for p in prompts]
-        completions = [self._completion(sequence) for sequence in self._run(requests, on_tokens, on_step)]
+        requests, single = self.requests(prompt, **options)
+        done = self._run(requests, on_tokens, on_step)
+        _settle(requests, [len(sequence.output) for sequence in done])
+        completions = [self._completion(sequence) for sequence in done]
         return completions[0] if single else completions
+
+    def stream(self, prompt: Any, **options: Any) -> Generator[Chunk, None, None]:
+        """Decode as `generate` does, and yield what each step adds. Who stops reading (or closes it) ends the answer.
+
+        Chunks of several prompts come mixed, with the `index` of their prompt.
+        """
+        requests, _ = self.requests(prompt, **options)
+        return self._stream(requests)
 
     def chat(self, messages: Seq[Mapping[str, str]], **options: Any) -> Completion:
         """Answer a conversation, formatted with the tokenizer's chat template. Options as for `generate`."""
@@ -172,30 +175,102 @@ class LM:
             raise RequestError(f"Token id {bad[0]} is outside the vocabulary: ids go from 0 to {vocab_size - 1}.")
         return ids
 
-    def _request(
-        self, ids: list[int], max_new_tokens: int, strategies: tuple[Strategy, ...], budget: Budget
-    ) -> Request:
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}.")
-        stop = self.model.generation_config.eos_token_id if self.model.can_generate() else None
-        stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
-        request = Request(ids, max_new_tokens, stop_ids, strategies, budget=budget, remember=self.remember)
-        self.engine.check(request)
-        if self.engine.can_draft(request):
-            return replace(request, processors=own_processors(self.model, ids, max_new_tokens))
-        return request
+    def requests(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int | None = None,
+        strategy: StrategySpec = None,
+        budget: Budget = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        reuse: bool = False,
+        **arguments: Any,
+    ) -> tuple[list[Request], bool]:
+        """What is asked of the engine for a prompt or a list of them, and whether it was one prompt.
+
+        `strategy` and `budget` replace those given when the LM was made. With sampling, `seed` or a `generator` gives
+        the tokens that `model.generate` gives after `torch.manual_seed(seed)`; without either, torch's own generator
+        is used and left as `generate` would leave it. `reuse` starts from the keys and values that an earlier answer
+        left behind, where the prompt goes on from its text. All other arguments are those of `model.generate`.
+        """
+        prompts, single = _as_prompts(prompt)
+        strategies = self.strategy if strategy is None else parse_strategy(strategy)
+        check_budget(budget)
+        rows = budget or (self.budget if strategy is None else None) or default_budget(strategies)
+        if max_new_tokens is None and arguments.get("max_length") is None:
+            max_new_tokens = 128
+        if seed is not None and generator is not None:
+            raise RequestError("Give a seed or a generator, not both.")
+        if seed is not None:
+            generator = torch.Generator(self.device).manual_seed(seed)
+        noise: Noise | None = None
+        requests = []
+        for i, one in enumerate(prompts):
+            ids = self.encode(one)
+            rules = rules_for(self.model, self.tokenizer, ids, arguments | {"max_new_tokens": max_new_tokens})
+            if rules.do_sample and noise is None:
+                noise = Noise(len(prompts), self.device, generator)
+            request = Request(
+                ids,
+                rules.max_new_tokens,
+                rules.stop_ids,
+                strategies,
+                budget=rows,
+                remember=self.remember,
+                processors=rules.processors,
+                criteria=rules.criteria,
+                draws=Draws(noise, i) if noise is not None else None,
+                reuse=reuse,
+            )
+            self.engine.check(request)
+            requests.append(request)
+        return requests, single
 
     def _run(self, requests: list[Request], on_tokens: OnTokens | None, on_step: OnStep | None) -> list[Sequence]:
         """Decode with the engine what it can take, and the rest plainly with transformers."""
-        plain = {i: request for i, request in enumerate(requests) if not self.engine.can_draft(request)}
-        ours = [i for i in range(len(requests)) if i not in plain]
+        ours, plain = self._split(requests)
         run = self.engine.run([requests[i] for i in ours], on_tokens, on_step) if ours else []
         done = dict(zip(ours, run, strict=True))
-        for i, request in plain.items():
-            if request.strategies:
-                self._warn(request)
-            done[i] = decode_plainly(self.model, replace(request, strategies=()), i, self.engine.memory, on_tokens)
+        for i in plain:
+            request = replace(requests[i], strategies=())
+            done[i] = decode_plainly(self.model, request, i, self.engine.memory, on_tokens)
         return [done[i] for i in range(len(requests))]
+
+    def _stream(self, requests: list[Request]) -> Generator[Chunk, None, None]:
+        ours, plain = self._split(requests)
+        texts = [GrowingText(self.tokenizer) for _ in requests]
+        lengths = [0] * len(requests)
+
+        def chunk(sequence: Sequence, index: int, tokens: list[int], sources: list[str]) -> Chunk:
+            lengths[index] += len(tokens)
+            text = texts[index].add(tokens)
+            if sequence.finish_reason is not None:
+                text += texts[index].end()
+            stats = sequence.stats
+            return Chunk(text, tokens, sources, stats.steps, index, sequence.finish_reason, stats)
+
+        try:
+            if ours:
+                with closing(self.engine.stream([requests[i] for i in ours])) as steps:
+                    for done in steps:
+                        yield chunk(done.sequence, ours[done.sequence.index], done.tokens, done.sources)
+            for i in plain:
+                request = replace(requests[i], strategies=())
+                with closing(stream_plainly(self.model, request, i, self.engine.memory)) as news:
+                    for sequence, tokens in news:
+                        yield chunk(sequence, i, tokens, ["model"])
+        finally:
+            _settle(requests, lengths)
+
+    def _split(self, requests: list[Request]) -> tuple[list[int], list[int]]:
+        """Which requests the engine can take, and which transformers decodes."""
+        ours = [i for i, request in enumerate(requests) if self.engine.can_draft(request)]
+        plain = [i for i in range(len(requests)) if i not in ours]
+        for i in plain:
+            if requests[i].strategies:
+                self._warn(requests[i])
+        return ours, plain
 
     def _warn(self, request: Request) -> None:
         if self._warned:
@@ -230,6 +305,12 @@ def _as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
     if all(isinstance(item, (str, list, tuple)) for item in items):
         return items, False
     raise RequestError("A list of prompts holds texts or lists of token ids, and nothing else.")
+
+
+def _settle(requests: list[Request], lengths: list[int]) -> None:
+    """Leave the random generator where `generate` leaves it: it draws for all until the last one is done."""
+    if requests[0].draws is not None:
+        requests[0].draws.noise.settle(max(lengths))
 
 
 def _ids_of(encoded: Any) -> list[int]:

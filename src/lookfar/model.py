@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -51,14 +51,18 @@ class BoundModel:
     def vocab_size(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
-    def forward(self, plan: Plan, cache: SlotCache) -> torch.Tensor:
-        """Run a step. Returns the logits of the plan's kept rows, [batch, kept, vocabulary]."""
+    def forward(self, plan: Plan, cache: SlotCache, embeds: Seq[torch.Tensor | None] | None = None) -> torch.Tensor:
+        """Run a step. Returns the logits of the plan's kept rows, [batch, kept, vocabulary].
+
+        `embeds` may hold, for each sequence, what its prompt's tokens are fed as, [tokens, hidden].
+        """
         if self.support.one_by_one and plan.batch > 1:
             alone = [
                 Plan([one], plan.first_slot + i, kept=np.minimum(plan.kept, len(one) - 1))
                 for i, one in enumerate(plan.sequences)
             ]
-            return torch.cat([self.forward(single, cache) for single in alone])
+            given = embeds or [None] * plan.batch
+            return torch.cat([self.forward(one, cache, [own]) for one, own in zip(alone, given, strict=True)])
         cache.begin(plan)
         kept = torch.from_numpy(plan.kept).to(self.device)
         with ExitStack() as during, torch.no_grad(), self._attention_that_takes_masks():
@@ -67,13 +71,28 @@ class BoundModel:
             arguments = {"logits_to_keep": kept if len(kept) else 1} | self._shape_of_step(plan, cache, during)
             arguments = {name: value for name, value in arguments.items() if name in self._takes}
             logits: torch.Tensor = self.model(
-                input_ids=torch.from_numpy(plan.tokens).to(self.device),
+                **self._inputs(plan, embeds or ()),
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
                 **arguments,
             ).logits
         return logits if "logits_to_keep" in arguments else logits[:, kept.to(logits.device)]
+
+    def _inputs(self, plan: Plan, embeds: Seq[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Tokens; or their embeddings, if some of them were given as such."""
+        tokens = torch.from_numpy(plan.tokens).to(self.device)
+        fed = [
+            given is not None and rows.cached < len(given) for given, rows in zip(embeds, plan.sequences, strict=False)
+        ]
+        if not any(fed):
+            return {"input_ids": tokens}
+        made: torch.Tensor = self.model.get_input_embeddings()(tokens)
+        for i, (given, rows) in enumerate(zip(embeds, plan.sequences, strict=True)):
+            if given is not None:
+                part = given[rows.cached : rows.cached + len(rows.chain)]
+                made[i, : len(part)] = part.to(made)
+        return {"inputs_embeds": made}
 
     def _shape_of_step(self, plan: Plan, cache: SlotCache, during: ExitStack) -> dict[str, Any]:
         """Masks and positions. A straight step gets no mask: the model masks it as in its own `generate`."""

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from lookfar.arrays import Floats, Int32s, Ints
-from lookfar.choose import best, greedy, greedy_after
-from lookfar.sequence import Sequence
+from lookfar.choose import best, greedy, pick_all
+from lookfar.sequence import FinishReason, Sequence
 from lookfar.tree import ROOT, Plan, TokenTree
 
 
@@ -20,19 +20,28 @@ class Walk:
 
     nodes: list[int]
     tokens: list[int]
+    finish_reason: FinishReason | None = None
 
 
-def walk(tree: TokenTree, choose: Callable[[int, list[int]], int]) -> Walk:
-    """Walk a tree; `choose(node, tokens)` is the model's choice after a node that was reached over `tokens`."""
+def walk(
+    tree: TokenTree,
+    choose: Callable[[int, list[int]], int],
+    ends: Callable[[list[int]], FinishReason | None] = lambda _: None,
+) -> Walk:
+    """Walk a tree; `choose(node, tokens)` is the model's choice after a node that was reached over `tokens`.
+
+    Nothing is chosen after a token with which the text `ends`.
+    """
     node = ROOT
     nodes: list[int] = []
     tokens: list[int] = []
     while True:
         token = choose(node, tokens)
         tokens.append(token)
-        child = tree.child(node, token)
+        finish_reason = ends(tokens)
+        child = tree.child(node, token) if finish_reason is None else None
         if child is None:
-            return Walk(nodes, tokens)
+            return Walk(nodes, tokens, finish_reason)
         nodes.append(child)
         node = child
 
@@ -59,17 +68,42 @@ def verify(
 
     def walk_one(i: int) -> Walk | None:
         sequence, rows = sequences[i], plan.sequences[i]
-        processors = sequence.request.processors
         if not rows.complete:
             return None
-        if processors is None:
-            chosen = answers.choices[i]
-            return walk(rows.tree, lambda node, _: int(chosen[rows.node_row(node)]))
+        chosen = answers.choices[i]
+        if not sequence.plain:
+            drawn = _draw_all(plan, i, sequence, logits)
+            if drawn is None:
+                return walk(rows.tree, choose_after(i), sequence.ends)
+            chosen[rows.root_row : rows.node_row(len(rows.tree))] = drawn
+        return walk(rows.tree, lambda node, _: int(chosen[rows.node_row(node)]), sequence.ends)
+
+    def choose_after(i: int) -> Callable[[int, list[int]], int]:
+        """One place after the other, each with its own text: only those that are reached cost anything."""
+        sequence, rows = sequences[i], plan.sequences[i]
 
         def choose(node: int, tokens: list[int]) -> int:
-            row = np.searchsorted(plan.kept, rows.node_row(node))
-            return greedy_after(processors, sequence.ids + tokens, logits[i, row])
+            row = rows.node_row(node)
+            token = sequence.choose(tokens, logits[i, np.searchsorted(plan.kept, row)])
+            answers.choices[i, row] = token
+            return token
 
-        return walk(rows.tree, choose)
+        return choose
 
     return [walk_one(i) for i in range(plan.batch)], answers
+
+
+def _draw_all(plan: Plan, place: int, sequence: Sequence, logits: torch.Tensor) -> Ints | None:
+    """The tokens drawn after a sequence's root and nodes; None if they have to be drawn one after the other.
+
+    On an accelerator one call for all rows is faster than several that each wait for the device; on a CPU it is the
+    other way round, since most rows are never reached and sorting a vocabulary takes milliseconds.
+    """
+    request, rows = sequence.request, plan.sequences[place]
+    keeps = request.keep_scores or request.keep_logits
+    if logits.device.type == "cpu" or request.draws is None or keeps or not sequence.history_free:
+        return None
+    first = np.searchsorted(plan.kept, np.arange(rows.root_row, rows.node_row(len(rows.tree))))
+    places = len(sequence.output) + np.concatenate([[0], rows.tree.depths])
+    kept = logits[place, torch.from_numpy(first).to(logits.device)]
+    return pick_all(request.processors, request.draws, places, kept)

@@ -1,0 +1,107 @@
+"""Generation arguments → what a request needs, by transformers' own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, GenerationConfig, GenerationMode, MaxLengthCriteria
+
+from lookfar.errors import RequestError
+from lookfar.penalties import EmittedPenalty
+
+# Arguments that only make sense when sampling, so that giving one of them asks for it.
+ASK_FOR_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+ACCELERATED = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the tokens of one request are chosen, and when it ends."""
+
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    processors: LogitsProcessorList | None
+    criteria: StoppingCriteriaList | None
+    do_sample: bool
+
+
+def rules_for(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: list[int],
+    arguments: Mapping[str, Any],
+) -> Rules:
+    """What `model.generate(prompt, **arguments)` would go by; greedy unless sampling is asked for."""
+    arguments = dict(arguments)
+    own_processors = arguments.pop("logits_processor", None) or LogitsProcessorList()
+    own_criteria = arguments.pop("stopping_criteria", None) or StoppingCriteriaList()
+    allowed = arguments.pop("prefix_allowed_tokens_fn", None)
+    presence, frequency = arguments.pop("presence_penalty", 0.0), arguments.pop("frequency_penalty", 0.0)
+    config = _config(model, len(prompt), arguments)
+    if presence or frequency:
+        own_processors = LogitsProcessorList(own_processors)
+        own_processors.append(EmittedPenalty(len(prompt), presence, frequency))
+    ids = torch.tensor([prompt], device=model.device)
+    processors: LogitsProcessorList = model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=len(prompt),
+        encoder_input_ids=ids,
+        prefix_allowed_tokens_fn=allowed,
+        logits_processor=own_processors,
+        device=str(model.device),
+        model_kwargs={},
+    )
+    if config.stop_strings is not None and tokenizer is None:
+        raise RequestError("stop_strings need a tokenizer: pass one to lookfar.LM(model, tokenizer).")
+    criteria = model._get_stopping_criteria(
+        generation_config=config, stopping_criteria=StoppingCriteriaList(own_criteria), tokenizer=tokenizer
+    )
+    stop_ids, criteria = split_criteria(criteria)
+    return Rules(config.max_length - len(prompt), stop_ids, processors or None, criteria or None, config.do_sample)
+
+
+def split_criteria(criteria: StoppingCriteriaList) -> tuple[frozenset[int], StoppingCriteriaList]:
+    """The stop tokens, and whatever has to be asked after each token; the length is known from elsewhere."""
+    stop_ids: set[int] = set()
+    rest = StoppingCriteriaList()
+    for criterion in criteria:
+        if type(criterion) is EosTokenCriteria:
+            stop_ids.update(criterion.eos_token_id.flatten().tolist())
+        elif type(criterion) is not MaxLengthCriteria:
+            rest.append(criterion)
+    return frozenset(stop_ids), rest
+
+
+def _config(model: PreTrainedModel, prompt_length: int, arguments: dict[str, Any]) -> GenerationConfig:
+    temperature = arguments.get("temperature")
+    if temperature == 0:  # everybody means the best token by that
+        del arguments["temperature"]
+        arguments.setdefault("do_sample", False)
+    arguments.setdefault("do_sample", any(arguments.get(name) is not None for name in ASK_FOR_SAMPLING))
+    if arguments.get("max_new_tokens") is None and arguments.get("max_length") is not None:
+        arguments["max_new_tokens"] = arguments.pop("max_length") - prompt_length
+    max_new_tokens = arguments["max_new_tokens"]
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise RequestError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}.")
+    try:
+        config, unknown = model._prepare_generation_config(None, **arguments)
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"A generation argument cannot be used: {error}") from None
+    if unknown:
+        raise RequestError(f"{next(iter(unknown))} is no generation argument; see GenerationConfig of transformers.")
+    if config.get_generation_mode() not in ACCELERATED or (config.num_return_sequences or 1) > 1:
+        raise RequestError(
+            "LM decodes one sequence for each prompt, greedily or by sampling: for beams, assisted decoding or several "
+            "sequences use model.generate, with lookfar.accelerate(model) if you like."
+        )
+    if config.guidance_scale not in (None, 1, 1.0):
+        raise RequestError("guidance_scale runs the model twice for each token: use model.generate for it.")
+    model._prepare_special_tokens(config, device=model.device)
+    config.max_length = prompt_length + max_new_tokens
+    if config.min_new_tokens:
+        config.min_length = prompt_length + config.min_new_tokens
+    return config
