@@ -8,13 +8,16 @@ from lookfar.version import __version__
 if TYPE_CHECKING:
     from lookfar.config import DraftModel, Jacobi, Lookahead, PromptLookup, Recycle, Suffix, Trie
     from lookfar.errors import LookfarError
-    from lookfar.lm import LM, Completion
+    from lookfar.integrations.attached import last_stats
+    from lookfar.integrations.transformers import accelerate, generate, restore
+    from lookfar.lm import LM, Chunk, Completion
     from lookfar.loading import load
     from lookfar.stats import Stats
     from lookfar.store import Store
 
 __all__ = [
     "LM",
+    "Chunk",
     "Completion",
     "DraftModel",
     "Jacobi",
@@ -27,12 +30,17 @@ __all__ = [
     "Suffix",
     "Trie",
     "__version__",
+    "accelerate",
+    "generate",
+    "last_stats",
     "load",
+    "restore",
 ]
 
 # Looked up when first used, so that `lookfar --help` does not wait for torch.
 _HOME = {
     "LM": "lm",
+    "Chunk": "lm",
     "Completion": "lm",
     "DraftModel": "config",
     "Jacobi": "config",
@@ -44,7 +52,11 @@ _HOME = {
     "Store": "store",
     "Suffix": "config",
     "Trie": "config",
+    "accelerate": "integrations.transformers",
+    "generate": "integrations.transformers",
+    "last_stats": "integrations.attached",
     "load": "loading",
+    "restore": "integrations.transformers",
 }
 
 

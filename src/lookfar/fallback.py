@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer, EosTokenCriteria, MaxLengthCriteria
 
+from lookfar.loops import own_loop
 from lookfar.memory import Memory
 from lookfar.noise import Draws
 from lookfar.sequence import OnTokens, Request, Sequence
@@ -80,7 +81,7 @@ def decode_plainly(
     def loop(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
         """transformers' own loop, after its own preparations, but with the rules of this request."""
         ours = {"logits_processor": processors, "stopping_criteria": criteria, "streamer": _Follow(sequence, on_tokens)}
-        return type(model)._sample(model, input_ids, **(prepared | ours))
+        return own_loop(model)(model, input_ids, **(prepared | ours))
 
     model.generate(
         ids,

@@ -4,6 +4,9 @@ Every place of a tree is continued in two ways: by the *drafts* that agree with 
 that the model predicted after the place's last token or pair of tokens. What two sources offer is one candidate. A
 candidate's score is the product of the estimated probabilities along its path, so it never exceeds its parent's, and
 the best n candidates always make up trees.
+
+Under sampling a token is argmax(p / noise), and the noise of the next places is known (see noise.py): remembered logits
+are compared after it was applied to them, and how lucky a token is counts for every candidate.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from lookfar.calibration import (
     GRADES,
     LEVEL_BOUNDS,
     LEVELS,
+    LUCK,
+    LUCK_BOUNDS,
+    LUCK_LEVELS,
     RUNNER,
     RUNNERS,
     SHARES,
@@ -46,6 +52,16 @@ CHILD, DRAFTED, OF_TOKEN, OF_PAIR, RANK = range(5)
 
 
 @dataclass(slots=True)
+class Luck:
+    """What is known of the noise to come."""
+
+    coming: Floats  # [rows, places modulo their number, vocabulary]
+    rows: Int32s  # [batch] the row of each sequence, -1 if nothing is known for it
+    heads: Int32s  # [batch] the place of its next token
+    heats: Floats  # [batch] its temperature
+
+
+@dataclass(slots=True)
 class Offers:
     """The drafts of all sequences of a batch; those of sequence b are `starts[b] … starts[b + 1]`."""
 
@@ -56,6 +72,8 @@ class Offers:
     starts: Int32s  # [batch + 1]
     roots: Int32s  # [batch, 2] the last two tokens of each text, -1 where there is none
     runners: Int32s  # [batch, k] the tokens that came next to the root's in its own prediction, -1 for none
+    runner_logits: Floats  # [batch, k]
+    luck: Luck
     limits: Int32s  # [batch] the deepest place that could be accepted
 
 
@@ -114,6 +132,11 @@ def grow_forest(
             offers.starts,
             offers.roots,
             offers.runners,
+            offers.runner_logits,
+            offers.luck.coming,
+            offers.luck.rows,
+            offers.luck.heads,
+            offers.luck.heats,
             offers.limits,
             *successors.tables,
             calibration.weights,
@@ -134,6 +157,11 @@ def grow(  # type: ignore[no-untyped-def]
     starts,
     roots,
     runners,
+    runner_logits,
+    coming,
+    luck_rows,
+    heads,
+    heats,
     limits,
     token_ids,
     token_logits,
@@ -149,7 +177,10 @@ def grow(  # type: ignore[no-untyped-def]
     batch = len(roots)
     size = batch + (max_nodes + batch) * MAX_CHILDREN
     nodes, scores = np.empty((size, COLUMNS), np.int32), np.empty(size, np.float32)
-    features = np.empty((size, 4 + source_count), np.int32)  # depth, runner-up, token, pair, and each source
+    # depth, runner-up, token, pair, luck if there is any, and each source
+    lucky = 1 if luck_rows.max() >= 0 and coming.shape[1] > 0 else 0
+    features = np.empty((size, 4 + lucky + source_count), np.int32)
+    unknown = np.empty(0, np.float32)
     heap, picked, taken = np.empty(size, np.int32), np.empty(max_nodes, np.int32), np.zeros(batch, np.int32)
     order = np.arange(len(drafts)).astype(np.int32)
     spare, group = np.empty_like(order), np.empty_like(order)
@@ -180,20 +211,26 @@ def grow(  # type: ignore[no-untyped-def]
             drafts, grades, weights, sources, order, group, nodes, place, slate, grade, support, present
         )
         sort_drafts(order, spare, group, nodes, place, used, slate, count)
+        noise, depth, heat = unknown, nodes[place, DEEP], heats[b]
+        if lucky and luck_rows[b] >= 0 and depth < coming.shape[1]:
+            noise = coming[luck_rows[b], (heads[b] + depth) % coming.shape[1]]
         last, parent = nodes[place, TOKEN], nodes[place, PARENT]
         before = nodes[parent, TOKEN] if parent >= 0 else roots[b, 0]
         slot = find_pair(pair_keys, before, last)
-        count, best_of_pair = read_table(pair_ids, pair_logits, slot, slate, count, OF_PAIR)
+        count, best_of_pair = read_table(pair_ids, pair_logits, slot, slate, count, OF_PAIR, heat, noise)
         row = last if last < len(token_ids) else -1
-        count, best_of_token = read_table(token_ids, token_logits, row, slate, count, OF_TOKEN)
+        count, best_of_token = read_table(token_ids, token_logits, row, slate, count, OF_TOKEN, heat, noise)
         if parent < 0:
-            count = read_runners(runners, b, slate, count)
+            count = read_runners(runners, runner_logits, b, slate, count, heat, noise)
         nodes[place, FIRST], nodes[place, COUNT] = used, count
         for child in range(count):
             new = used + child
-            total = describe(features[new], slate, child, nodes[place, DEEP], best_of_token, best_of_pair, log_odds)
-            total += weigh(features[new], nodes, new, slate, child, grade, support, present, log_odds)
-            plant(nodes, scores, new, b, place, slate[child, CHILD], nodes[place, DEEP] + 1, 0.0)
+            total = describe(features[new], slate, child, depth, best_of_token, best_of_pair, log_odds)
+            if lucky:
+                features[new, 4] = luck_feature(slate, child, noise)
+                total += log_odds[features[new, 4]]
+            total += weigh(features[new, 4 + lucky :], nodes, new, slate, child, grade, support, present, log_odds)
+            plant(nodes, scores, new, b, place, slate[child, CHILD], depth + 1, 0.0)
             scores[new] = scores[place] / (1.0 + np.exp(-total))
             if scores[new] >= floor:
                 heap_size = push(heap, heap_size, scores, new)
@@ -274,19 +311,30 @@ def find_pair(keys, before, last):  # type: ignore[no-untyped-def]
 
 
 @jit
-def read_table(ids, logits, row, slate, count, column):  # type: ignore[no-untyped-def]
+def worth(token, logit, heat, noise):  # type: ignore[no-untyped-def]
+    """A logit after temperature and noise: whoever has the highest is drawn."""
+    value = logit / heat
+    return value - np.log(noise[token]) if token < len(noise) else value
+
+
+@jit
+def read_table(ids, logits, row, slate, count, column, heat, noise):  # type: ignore[no-untyped-def]
     """Add a row of predictions to the children with their levels. Returns the best level too; -1: nothing is known."""
     if row < 0 or ids[row, 0] < 0:
         return count, -1
-    total = np.float32(0.0)
+    best, total = np.float32(-np.inf), np.float32(0.0)
     for i in range(ids.shape[1]):
         if ids[row, i] >= 0:
-            total += np.exp(logits[row, i] - logits[row, 0])
+            best = max(best, worth(ids[row, i], logits[row, i], heat, noise))
+    for i in range(ids.shape[1]):
+        if ids[row, i] >= 0:
+            total += np.exp(worth(ids[row, i], logits[row, i], heat, noise) - best)
     for i in range(ids.shape[1]):
         if ids[row, i] >= 0:
             child, count = add_child(slate, count, ids[row, i])
             if child >= 0:
-                slate[child, column] = 1 + level_of(np.exp(logits[row, i] - logits[row, 0]) / total)
+                share = np.exp(worth(ids[row, i], logits[row, i], heat, noise) - best) / total
+                slate[child, column] = 1 + level_of(share)
     return count, level_of(1.0 / total)
 
 
@@ -299,14 +347,33 @@ def level_of(probability):  # type: ignore[no-untyped-def]
 
 
 @jit
-def read_runners(runners, b, slate, count):  # type: ignore[no-untyped-def]
-    """Add the runners-up of a root to its children."""
+def read_runners(runners, logits, b, slate, count, heat, noise):  # type: ignore[no-untyped-def]
+    """Add the runners-up of a root to its children, each with its rank."""
     for i in range(runners.shape[1]):
         if runners[b, i] >= 0:
             child, count = add_child(slate, count, runners[b, i])
             if child >= 0:
-                slate[child, RANK] = min(i + 1, RUNNERS - 1)
+                rank, own = i, worth(runners[b, i], logits[b, i], heat, noise)
+                if len(noise):
+                    rank = 0
+                    for j in range(runners.shape[1]):
+                        if runners[b, j] >= 0 and worth(runners[b, j], logits[b, j], heat, noise) > own:
+                            rank += 1
+                slate[child, RANK] = min(rank + 1, RUNNERS - 1)
     return count
+
+
+@jit
+def luck_feature(slate, child, noise):  # type: ignore[no-untyped-def]
+    """How lucky a child is, apart for those whose level already says so."""
+    token = slate[child, CHILD]
+    if token >= len(noise):
+        return LUCK
+    level = 0
+    while level < LUCK_LEVELS - 1 and noise[token] > LUCK_BOUNDS[level]:
+        level += 1
+    counted = slate[child, OF_TOKEN] + slate[child, OF_PAIR] > 0
+    return LUCK + 1 + level + (LUCK_LEVELS if counted else 0)
 
 
 @jit
@@ -336,7 +403,7 @@ def weigh(mine, nodes, new, slate, child, grade, support, present, log_odds):  #
             share = 0 if part < 0.35 else 1 if part < 0.7 else 2
             said = FOR + (own * SHARES + share) * 2 + (1 if own == best else 0)
         feature = DRAFTS + source * SOURCE + said
-        mine[4 + source] = feature
+        mine[source] = feature
         total += log_odds[feature]
         if own >= 0:
             nodes[new, BACKERS] += 1

@@ -272,16 +272,19 @@ class LM:
                 self._warn(requests[i])
         return ours, plain
 
-    def _warn(self, request: Request) -> None:
-        if self._warned:
-            return
-        self._warned = True
+    def why_plain(self, request: Request) -> str:
+        """Why the engine cannot take a request."""
         support = self.engine.model.support
-        why = support.reason or (
+        return support.reason or (
             f"{request.length} tokens reach past {support.tree_limit}, where its rotary scaling sets in"
         )
-        message = f"{support.model_type} decodes plainly, without guesses: {why}."
-        warnings.warn(message, LookfarWarning, stacklevel=4)
+
+    def _warn(self, request: Request) -> None:
+        if not self._warned:
+            self._warned = True
+            name = self.engine.model.support.model_type
+            message = f"{name} decodes plainly, without guesses: {self.why_plain(request)}."
+            warnings.warn(message, LookfarWarning, stacklevel=5)
 
     def _completion(self, sequence: Sequence) -> Completion:
         output = sequence.output

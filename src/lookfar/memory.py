@@ -25,7 +25,7 @@ class Memory:
         self.rider_value = HOPED_OF_RIDERS
         self.draft_models: dict[object, BoundModel] = {}  # smaller models that guess, by what they were asked for as
         self._successors: Successors | None = None
-        self._calibrations: dict[tuple[tuple[str, ...], bool], Calibration] = {}
+        self._calibrations: dict[tuple[tuple[str, ...], bool, bool], Calibration] = {}
 
     def judge_riders(self, brought: int | None) -> None:
         """Learn what rider rows bring: the accepted tokens of a step that nobody else offered; None if none rode.
@@ -42,9 +42,9 @@ class Memory:
             self._successors = Successors(self.vocab_size, PAIRS)
         return self._successors
 
-    def calibration(self, sources: Seq[str], recycled: bool) -> Calibration:
-        """How good the drafts of these sources are, together with recycled predictions or without."""
-        key = tuple(sources), recycled
+    def calibration(self, sources: Seq[str], recycled: bool, sampled: bool) -> Calibration:
+        """How good the drafts of these sources are, with recycled predictions or without, sampled or not."""
+        key = tuple(sources), recycled, sampled
         if key not in self._calibrations:
             self._calibrations[key] = Calibration(sources)
         return self._calibrations[key]

@@ -49,7 +49,7 @@ class Noise:
 
     def look_ahead(self, row: int) -> None:
         """Put the noise of a sequence's next places into `coming`."""
-        if not self.coming.shape[1]:
+        if not self.coming.shape[2]:
             places = min(AHEAD, AHEAD_BYTES // (4 * self.batch * self.width))
             self.coming = np.zeros((self.batch, places, self.width), np.float32)
         places, head = self.coming.shape[1], self._heads[row]

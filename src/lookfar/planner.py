@@ -12,13 +12,14 @@ from lookfar.budget import CostCurve, best_count
 from lookfar.calibration import Calibration
 from lookfar.config import Recycle
 from lookfar.drafters.base import Proposal, stack
-from lookfar.forest import Forest, Offers, grow_forest
+from lookfar.forest import Forest, Luck, Offers, grow_forest
 from lookfar.memory import Memory
 from lookfar.sequence import Sequence
 from lookfar.successors import NO_SUCCESSORS, TOP
 from lookfar.tree import ROOT, Plan, Riders, SequencePlan, TokenTree
 
 NO_PROPOSAL = Proposal()
+NO_NOISE = np.zeros((0, 0, 0), np.float32)
 WORTH_A_LOOK = 0.01  # an automatic budget leaves candidates below this chance aside
 LEARNED_PROMPT = 128  # predictions of this many rows of a prompt are made for drafters, or of as many as it may emit
 
@@ -95,12 +96,14 @@ def _grow(
     names: list[str] = []
     drafted, sources, counts = [], [], [0]
     recycled, runners = NO_SUCCESSORS, np.full((len(sequences), TOP - 1), -1, np.int32)
+    runner_logits = np.zeros(runners.shape, np.float32)
     for i, (sequence, of_one) in enumerate(zip(sequences, proposals, strict=True)):
         counts.append(counts[-1])
         for drafter, proposal in zip(sequence.drafters, of_one, strict=False):
             if proposal.successors is not None:
                 recycled = proposal.successors
                 runners[i, : len(proposal.runners)] = proposal.runners
+                runner_logits[i, : len(proposal.runners)] = proposal.runner_logits
                 continue
             if drafter.name not in names:
                 names.append(drafter.name)
@@ -116,10 +119,29 @@ def _grow(
         starts=np.array(counts, np.int32),
         roots=np.array([[s.ids[-2] if len(s.ids) > 1 else -1, s.ids[-1]] for s in sequences], dtype=np.int32),
         runners=runners,
+        runner_logits=runner_logits,
+        luck=luck_of(sequences),
         limits=np.array([s.remaining - 1 if p else 0 for s, p in zip(sequences, proposals, strict=True)], np.int32),
     )
-    calibration = memory.calibration(names, recycled is not NO_SUCCESSORS)
+    sampled = any(sequence.request.draws is not None for sequence in sequences)
+    calibration = memory.calibration(names, recycled is not NO_SUCCESSORS, sampled)
     return Guesses(grow_forest(offers, recycled, calibration, *limits), calibration)
+
+
+def luck_of(sequences: Seq[Sequence]) -> Luck:
+    """The noise that the next tokens of the sampled sequences will meet, as far as it can be known."""
+    heats = np.array([s.temperature if s.request.draws is not None else 1.0 for s in sequences], np.float32)
+    rows = np.full(len(sequences), -1, np.int32)
+    noises = {s.request.draws.noise for s in sequences if s.request.draws is not None}
+    if len(noises) == 1 and (noise := next(iter(noises))).width:
+        for i, sequence in enumerate(sequences):
+            if sequence.request.draws is not None:
+                rows[i] = sequence.request.draws.row
+                noise.look_ahead(rows[i])
+        coming = noise.coming
+    else:  # nothing was drawn so far, or calls with generators of their own share this step
+        coming = NO_NOISE
+    return Luck(coming, rows, np.array([len(s.output) for s in sequences], np.int32), heats)
 
 
 def _limits(sequences: Seq[Sequence]) -> tuple[int, Int32s, float]:

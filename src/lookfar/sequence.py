@@ -15,7 +15,7 @@ from lookfar.config import AUTO_ROWS, Budget, Strategy
 from lookfar.drafters.base import Drafter
 from lookfar.memory import Memory
 from lookfar.noise import Draws
-from lookfar.processors import history_free
+from lookfar.processors import history_free, temperature_of
 from lookfar.stats import Stats
 from lookfar.tree import SequencePlan
 
@@ -90,6 +90,7 @@ class Sequence:
         self._seen = list(request.prompt if request.seen is None else request.seen)
         self.plain = not (request.processors or request.draws or request.keep_scores or request.keep_logits)
         self.history_free = history_free(request.processors)
+        self.temperature = temperature_of(request.processors)
         self.drafters = [d for strategy in request.strategies for d in strategy.start(request, self.memory)]
         self.stats = Stats(prompt_tokens=len(self.ids))
         self._started = perf_counter()

@@ -42,6 +42,7 @@ class Proposal:
     runners: Int32s = field(
         default_factory=lambda: NO_TOKENS
     )  # what came next to the root in the prediction it was chosen from
+    runner_logits: Floats = field(default_factory=lambda: NO_WEIGHTS)
 
     @classmethod
     def of(cls, paths: Seq[Seq[int]], grade: int = 0, riders: Riders = NO_RIDERS) -> Proposal:

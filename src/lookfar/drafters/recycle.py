@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from lookfar.arrays import Int32s
+from lookfar.arrays import Floats, Int32s
 from lookfar.config import Recycle
-from lookfar.drafters.base import NO_TOKENS, Outcome, Proposal
-from lookfar.successors import Successors
+from lookfar.drafters.base import NO_TOKENS, NO_WEIGHTS, Outcome, Proposal
+from lookfar.successors import TOP, Successors
 
 
 class RecycleDrafter:
@@ -19,13 +19,16 @@ class RecycleDrafter:
     def __init__(self, successors: Successors) -> None:
         self.successors = successors
         self.runners: Int32s = NO_TOKENS
+        self.runner_logits: Floats = NO_WEIGHTS
 
     def propose(self, ids: Seq[int], limit: int) -> Proposal:
-        return Proposal(successors=self.successors, runners=self.runners)
+        return Proposal(successors=self.successors, runners=self.runners, runner_logits=self.runner_logits)
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
         rows = outcome.predictions
         if rows is None:
             return
         self.successors.learn(rows.before, rows.tokens, rows.top_ids, rows.top_logits)
-        self.runners = rows.top_ids[outcome.last, 1:]
+        others = rows.top_ids[outcome.last] != outcome.emitted[-1] if outcome.emitted else slice(1, None)
+        self.runners = rows.top_ids[outcome.last, others][: TOP - 1]
+        self.runner_logits = rows.top_logits[outcome.last, others][: TOP - 1]

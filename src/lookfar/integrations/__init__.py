@@ -1,0 +1,1 @@
+"""lookfar inside code that people already have."""
