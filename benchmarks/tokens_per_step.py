@@ -5,6 +5,9 @@
 Every strategy decodes the first prompts of each suite in order, one at a time, starting with an empty memory that it
 keeps from prompt to prompt (`/fresh`: emptied before each). All outputs are compared with `model.generate`'s. Prints a
 table and one JSON line. `--workers` decodes several cells at once: tokens per step do not depend on the speed.
+
+`--sampling temperature=0.7,top_p=0.9` samples, prompt i with seed i, in both; `/blind` then ranks guesses without the
+noise that they will meet.
 """
 
 from __future__ import annotations
@@ -19,17 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prompts import generate, read_prompts
+from prompts import generate, parse_arguments, read_prompts
 from rich.console import Console
 from rich.table import Table
 
 import lookfar
+import lookfar.noise
 from lookfar.memory import Memory
 from lookfar.progress import bar
 from lookfar.stats import add_up, is_natural
 
 # Lookahead (window, ngram, guesses) that fits a budget; its riders make a fixed number of rows.
 LOOKAHEAD = {8: (1, 3, 2), 16: (2, 4, 3), 64: (8, 5, 8)}
+AHEAD = lookfar.noise.AHEAD
 EVERY = "auto,auto/fresh,suffix,recycle,trie,lookahead,prompt_lookup,jacobi"
 
 _lm: lookfar.LM | None = None
@@ -61,15 +66,19 @@ def run_cell(suite: str, name: str, budget: int) -> dict[str, Any]:
     assert _lm is not None
     prompts = read_prompts(_lm, _options.data / f"{suite}.jsonl", _options.limit)
     outputs, stats = [], []
-    strategy, rows = strategy_of(name.removesuffix("/fresh"), budget)
+    strategy, rows = strategy_of(name.partition("/")[0], budget)
+    lookfar.noise.AHEAD = 0 if name.endswith("/blind") else AHEAD
     _lm.engine.memory = Memory(_lm.engine.memory.vocab_size)
-    for prompt in prompts:
+    arguments = parse_arguments(_options.sampling)
+    for seed, prompt in enumerate(prompts, _options.seed):
         if name == "generate":
-            outputs.append(generate(_lm, prompt, _options.max_new_tokens)[0])
+            outputs.append(generate(_lm, prompt, _options.max_new_tokens, seed, **arguments)[0])
             continue
         if name.endswith("/fresh"):
             _lm.engine.memory = Memory(_lm.engine.memory.vocab_size)
-        done = _lm.generate(prompt, max_new_tokens=_options.max_new_tokens, strategy=strategy, budget=rows)
+        done = _lm.generate(
+            prompt, max_new_tokens=_options.max_new_tokens, strategy=strategy, budget=rows, seed=seed, **arguments
+        )
         outputs.append(done.token_ids)
         stats.append(done.stats)
     weights = [(c.sources, c.weights.tolist()) for c in _lm.engine.memory._calibrations.values()]
@@ -84,6 +93,8 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--budgets", default="8,16,64")
     parser.add_argument("--strategies", default=EVERY)
+    parser.add_argument("--sampling", default="", metavar="KEY=VALUE,…", help="sample with these arguments")
+    parser.add_argument("--seed", type=int, default=0, help="of the first prompt")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default=None)
@@ -109,7 +120,17 @@ def main() -> None:
     rows = [summary(results, *cell) for cell in cells if cell[1] != "generate"]
     show(rows, suites, budgets, names)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    print(json.dumps({"machine": where, "torch": torch.__version__, "limit": options.limit, "cells": rows}))
+    print(
+        json.dumps(
+            {
+                "machine": where,
+                "torch": torch.__version__,
+                "limit": options.limit,
+                "sampling": options.sampling,
+                "cells": rows,
+            }
+        )
+    )
     if options.weights:
         options.weights.write_text(json.dumps({" ".join(map(str, k)): v["weights"] for k, v in results.items()}))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lookfar.calibration import Calibration, first_weights
-from lookfar.forest import Offers, grow_forest
+from lookfar.forest import Luck, Offers, grow_forest
 from lookfar.successors import NO_SUCCESSORS
 
 
@@ -20,6 +20,8 @@ def offers(draft: list[int], grade: int) -> Offers:
         starts=one([0, 1], np.int32),
         roots=one([[1, 2]], np.int32),
         runners=np.full((1, 7), -1, np.int32),
+        runner_logits=np.zeros((1, 7), np.float32),
+        luck=Luck.unknown(1),
         limits=one([9], np.int32),
     )
 

@@ -72,7 +72,7 @@ def test_recycle_offers_what_it_was_shown() -> None:
     drafter.observe([1], Outcome([], NO_TREE, *(np.zeros(0, np.int64),) * 2, rows, last=1))
     proposal = drafter.propose([1], limit=5)
     assert proposal.successors is memory.successors
-    assert memory.successors.tables.token_ids[3].tolist() == top[0].tolist()
+    assert memory.successors.tables.token_ids[3].tolist() == top[0].tolist() + [-1] * 16
     assert proposal.runners.tolist() == top[1, 1:].tolist()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from lookfar.calibration import Calibration
-from lookfar.forest import Forest, Offers, grow_forest
+from lookfar.forest import Forest, Luck, Offers, grow_forest
 from lookfar.successors import NO_SUCCESSORS, Successors
 
 SOURCES = ("suffix", "trie")
@@ -29,6 +29,8 @@ def offers_of(batch: list[list[tuple[list[int], int, int]]], limit: int = 9) -> 
         starts=np.cumsum([0, *map(len, batch)], dtype=np.int32),
         roots=np.array([[2, 3]] * len(batch), np.int32),
         runners=np.full((len(batch), 7), -1, np.int32),
+        runner_logits=np.zeros((len(batch), 7), np.float32),
+        luck=Luck.unknown(len(batch)),
         limits=np.full(len(batch), limit, np.int32),
     )
 

@@ -26,7 +26,7 @@ from lookfar.memory import Memory
 from lookfar.model import BoundModel
 from lookfar.planner import plan_step
 from lookfar.sequence import OnStep, OnTokens, Progress, Request, Sequence
-from lookfar.successors import TOP
+from lookfar.successors import SAMPLED_TOP, TOP
 from lookfar.tree import Plan, SequencePlan
 from lookfar.verify import Answers, Walk, verify
 
@@ -147,7 +147,8 @@ class Engine:
         plan = plan_step(group, first_slot, self.prefill_rows, self.memory, self.costs)
         planned = perf_counter()
         logits = self.model.forward(plan, self.cache, [sequence.request.embeds for sequence in group])
-        top = TOP if any(sequence.wants_predictions for sequence in group) else 0
+        sampled = any(sequence.request.draws is not None for sequence in group)
+        top = (SAMPLED_TOP if sampled else TOP) if any(sequence.wants_predictions for sequence in group) else 0
         walks, answers = verify(plan, group, logits, top)
         verified = perf_counter()
         for i, (sequence, walk) in enumerate(zip(group, walks, strict=True)):

@@ -39,8 +39,9 @@ from lookfar.calibration import (
 )
 from lookfar.heap import pop, push
 from lookfar.jit import jit
-from lookfar.successors import Successors, pair_slot
+from lookfar.successors import TOP, Successors, pair_slot
 
+HOPELESS = 0.005  # predictions that the noise leaves less of the probability than this are no candidates
 MAX_CHILDREN = 48  # candidates considered after one place
 
 # Columns of the table of candidates. LOW and HIGH bound the drafts that agree with the path, in an order of all drafts.
@@ -59,6 +60,12 @@ class Luck:
     rows: Int32s  # [batch] the row of each sequence, -1 if nothing is known for it
     heads: Int32s  # [batch] the place of its next token
     heats: Floats  # [batch] its temperature
+
+    @classmethod
+    def unknown(cls, batch: int) -> Luck:
+        """Nothing is sampled, or nothing is known of it."""
+        nobody, start = np.full(batch, -1, np.int32), np.zeros(batch, np.int32)
+        return cls(np.zeros((0, 0, 0), np.float32), nobody, start, np.ones(batch, np.float32))
 
 
 @dataclass(slots=True)
@@ -323,17 +330,20 @@ def read_table(ids, logits, row, slate, count, column, heat, noise):  # type: ig
     if row < 0 or ids[row, 0] < 0:
         return count, -1
     best, total = np.float32(-np.inf), np.float32(0.0)
-    for i in range(ids.shape[1]):
+    width = ids.shape[1] if len(noise) else min(TOP, ids.shape[1])
+    for i in range(width):
         if ids[row, i] >= 0:
             best = max(best, worth(ids[row, i], logits[row, i], heat, noise))
-    for i in range(ids.shape[1]):
+    for i in range(width):
         if ids[row, i] >= 0:
             total += np.exp(worth(ids[row, i], logits[row, i], heat, noise) - best)
-    for i in range(ids.shape[1]):
+    for i in range(width):
         if ids[row, i] >= 0:
+            share = np.exp(worth(ids[row, i], logits[row, i], heat, noise) - best) / total
+            if len(noise) and share < HOPELESS:
+                continue
             child, count = add_child(slate, count, ids[row, i])
             if child >= 0:
-                share = np.exp(worth(ids[row, i], logits[row, i], heat, noise) - best) / total
                 slate[child, column] = 1 + level_of(share)
     return count, level_of(1.0 / total)
 
@@ -350,15 +360,15 @@ def level_of(probability):  # type: ignore[no-untyped-def]
 def read_runners(runners, logits, b, slate, count, heat, noise):  # type: ignore[no-untyped-def]
     """Add the runners-up of a root to its children, each with its rank."""
     for i in range(runners.shape[1]):
-        if runners[b, i] >= 0:
+        rank = i
+        if runners[b, i] >= 0 and len(noise):
+            rank, own = 0, worth(runners[b, i], logits[b, i], heat, noise)
+            for j in range(runners.shape[1]):
+                if runners[b, j] >= 0 and worth(runners[b, j], logits[b, j], heat, noise) > own:
+                    rank += 1
+        if runners[b, i] >= 0 and rank < TOP:
             child, count = add_child(slate, count, runners[b, i])
             if child >= 0:
-                rank, own = i, worth(runners[b, i], logits[b, i], heat, noise)
-                if len(noise):
-                    rank = 0
-                    for j in range(runners.shape[1]):
-                        if runners[b, j] >= 0 and worth(runners[b, j], logits[b, j], heat, noise) > own:
-                            rank += 1
                 slate[child, RANK] = min(rank + 1, RUNNERS - 1)
     return count
 

@@ -36,7 +36,17 @@ def rules_for(
     arguments: Mapping[str, Any],
 ) -> Rules:
     """What `model.generate(prompt, **arguments)` would go by; greedy unless sampling is asked for."""
-    arguments = dict(arguments)
+    try:
+        return _rules(model, tokenizer, prompt, dict(arguments))
+    except RequestError:
+        raise
+    except (ValueError, TypeError) as error:  # transformers checks most arguments when it builds a processor
+        raise RequestError(f"A generation argument cannot be used: {error}") from None
+
+
+def _rules(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: list[int], arguments: dict[str, Any]
+) -> Rules:
     own_processors = arguments.pop("logits_processor", None) or LogitsProcessorList()
     own_criteria = arguments.pop("stopping_criteria", None) or StoppingCriteriaList()
     allowed = arguments.pop("prefix_allowed_tokens_fn", None)
@@ -87,10 +97,7 @@ def _config(model: PreTrainedModel, prompt_length: int, arguments: dict[str, Any
     max_new_tokens = arguments["max_new_tokens"]
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise RequestError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}.")
-    try:
-        config, unknown = model._prepare_generation_config(None, **arguments)
-    except (ValueError, TypeError) as error:
-        raise RequestError(f"A generation argument cannot be used: {error}") from None
+    config, unknown = model._prepare_generation_config(None, **arguments)
     if unknown:
         raise RequestError(f"{next(iter(unknown))} is no generation argument; see GenerationConfig of transformers.")
     if config.get_generation_mode() not in ACCELERATED or (config.num_return_sequences or 1) > 1:

@@ -203,6 +203,8 @@ class LM:
         if seed is not None and generator is not None:
             raise RequestError("Give a seed or a generator, not both.")
         if seed is not None:
+            if isinstance(seed, bool) or not isinstance(seed, int):
+                raise RequestError(f"seed must be a whole number, not {seed!r}.")
             generator = torch.Generator(self.device).manual_seed(seed)
         noise: Noise | None = None
         requests = []

@@ -15,11 +15,10 @@ from lookfar.drafters.base import Proposal, stack
 from lookfar.forest import Forest, Luck, Offers, grow_forest
 from lookfar.memory import Memory
 from lookfar.sequence import Sequence
-from lookfar.successors import NO_SUCCESSORS, TOP
+from lookfar.successors import NO_SUCCESSORS, SAMPLED_TOP
 from lookfar.tree import ROOT, Plan, Riders, SequencePlan, TokenTree
 
 NO_PROPOSAL = Proposal()
-NO_NOISE = np.zeros((0, 0, 0), np.float32)
 WORTH_A_LOOK = 0.01  # an automatic budget leaves candidates below this chance aside
 LEARNED_PROMPT = 128  # predictions of this many rows of a prompt are made for drafters, or of as many as it may emit
 
@@ -95,7 +94,7 @@ def _grow(
     """All candidates for all sequences, in one heap."""
     names: list[str] = []
     drafted, sources, counts = [], [], [0]
-    recycled, runners = NO_SUCCESSORS, np.full((len(sequences), TOP - 1), -1, np.int32)
+    recycled, runners = NO_SUCCESSORS, np.full((len(sequences), SAMPLED_TOP - 1), -1, np.int32)
     runner_logits = np.zeros(runners.shape, np.float32)
     for i, (sequence, of_one) in enumerate(zip(sequences, proposals, strict=True)):
         counts.append(counts[-1])
@@ -120,7 +119,7 @@ def _grow(
         roots=np.array([[s.ids[-2] if len(s.ids) > 1 else -1, s.ids[-1]] for s in sequences], dtype=np.int32),
         runners=runners,
         runner_logits=runner_logits,
-        luck=luck_of(sequences),
+        luck=_luck(sequences),
         limits=np.array([s.remaining - 1 if p else 0 for s, p in zip(sequences, proposals, strict=True)], np.int32),
     )
     sampled = any(sequence.request.draws is not None for sequence in sequences)
@@ -128,20 +127,20 @@ def _grow(
     return Guesses(grow_forest(offers, recycled, calibration, *limits), calibration)
 
 
-def luck_of(sequences: Seq[Sequence]) -> Luck:
+def _luck(sequences: Seq[Sequence]) -> Luck:
     """The noise that the next tokens of the sampled sequences will meet, as far as it can be known."""
-    heats = np.array([s.temperature if s.request.draws is not None else 1.0 for s in sequences], np.float32)
-    rows = np.full(len(sequences), -1, np.int32)
-    noises = {s.request.draws.noise for s in sequences if s.request.draws is not None}
-    if len(noises) == 1 and (noise := next(iter(noises))).width:
-        for i, sequence in enumerate(sequences):
-            if sequence.request.draws is not None:
-                rows[i] = sequence.request.draws.row
-                noise.look_ahead(rows[i])
-        coming = noise.coming
-    else:  # nothing was drawn so far, or calls with generators of their own share this step
-        coming = NO_NOISE
-    return Luck(coming, rows, np.array([len(s.output) for s in sequences], np.int32), heats)
+    luck = Luck.unknown(len(sequences))
+    sampled = [(i, s.request.draws) for i, s in enumerate(sequences) if s.request.draws is not None]
+    for i, _ in sampled:
+        luck.heads[i], luck.heats[i] = len(sequences[i].output), sequences[i].temperature
+    noises = {draws.noise for _, draws in sampled}
+    # Nothing is known before the first draw, nor of two calls with generators of their own that share a step.
+    if len(noises) == 1 and (noise := noises.pop()).width:
+        for i, draws in sampled:
+            luck.rows[i] = draws.row
+            noise.look_ahead(draws.row)
+        luck.coming = noise.coming
+    return luck
 
 
 def _limits(sequences: Seq[Sequence]) -> tuple[int, Int32s, float]:

@@ -10,6 +10,7 @@ from lookfar.arrays import Floats, Int32s, Ints
 from lookfar.jit import jit
 
 TOP = 8  # predictions kept for each token and pair
+SAMPLED_TOP = 24  # the same for sampled texts, where the noise says which of them to guess
 
 
 class Tables(NamedTuple):
@@ -26,7 +27,7 @@ class Successors:
     """For every token of the vocabulary, and for `pairs` pairs (a newer pair replaces one that falls on its slot)."""
 
     def __init__(self, vocab_size: int, pairs: int) -> None:
-        top = min(TOP, vocab_size)
+        top = min(SAMPLED_TOP, vocab_size)
         self.tables = Tables(
             np.full((vocab_size, top), -1, np.int32),
             np.zeros((vocab_size, top), np.float32),
@@ -57,10 +58,17 @@ def pair_slot(before, token, slots):  # type: ignore[no-untyped-def]
 def remember(tables, before, tokens, top_ids, top_logits):  # type: ignore[no-untyped-def]
     for i in range(len(tokens)):
         token = tokens[i]
-        for k in range(top_ids.shape[1]):
-            tables.token_ids[token, k], tables.token_logits[token, k] = top_ids[i, k], top_logits[i, k]
+        put(tables.token_ids[token], tables.token_logits[token], top_ids[i], top_logits[i])
         if before[i] >= 0:
             slot = pair_slot(before[i], token, len(tables.pair_keys))
             tables.pair_keys[slot] = (np.int64(before[i]) << 32) | token
-            for k in range(top_ids.shape[1]):
-                tables.pair_ids[slot, k], tables.pair_logits[slot, k] = top_ids[i, k], top_logits[i, k]
+            put(tables.pair_ids[slot], tables.pair_logits[slot], top_ids[i], top_logits[i])
+
+
+@jit
+def put(ids, logits, top_ids, top_logits):  # type: ignore[no-untyped-def]
+    for k in range(len(ids)):
+        if k < len(top_ids):
+            ids[k], logits[k] = top_ids[k], top_logits[k]
+        else:
+            ids[k] = -1

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from lookfar.arrays import Floats, Int32s
 from lookfar.config import Recycle
 from lookfar.drafters.base import NO_TOKENS, NO_WEIGHTS, Outcome, Proposal
-from lookfar.successors import TOP, Successors
+from lookfar.successors import Successors
 
 
 class RecycleDrafter:
@@ -30,5 +30,6 @@ class RecycleDrafter:
             return
         self.successors.learn(rows.before, rows.tokens, rows.top_ids, rows.top_logits)
         others = rows.top_ids[outcome.last] != outcome.emitted[-1] if outcome.emitted else slice(1, None)
-        self.runners = rows.top_ids[outcome.last, others][: TOP - 1]
-        self.runner_logits = rows.top_logits[outcome.last, others][: TOP - 1]
+        most = rows.top_ids.shape[1] - 1
+        self.runners = rows.top_ids[outcome.last, others][:most]
+        self.runner_logits = rows.top_logits[outcome.last, others][:most]

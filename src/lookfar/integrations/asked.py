@@ -90,13 +90,17 @@ class Asked:
             requests.append(self._checked(lm, request))
         return requests
 
-    def check(self) -> None:
+    def check_model(self) -> None:
+        """Refuse a model that the engine should not even look at."""
+        _unless(not self.model.config.is_encoder_decoder, "it is an encoder-decoder model")
+        _unless(not self.model.training, "it is in training mode (model.eval() leaves that)")
+
+    def check_call(self, lm: LM) -> None:
         """Refuse what the engine cannot do exactly."""
-        config, model = self.config, self.model
+        config, support = self.config, lm.engine.model.support
+        _unless(support.trees, support.reason or "")
         unknown = [k for k, v in self.inputs.items() if v is not None and k not in UNDERSTOOD]
         custom = [c for c in self.criteria if type(c) not in ROW_WISE_CRITERIA]
-        _unless(not model.config.is_encoder_decoder, "it is an encoder-decoder model")
-        _unless(not model.training, "it is in training mode (model.eval() leaves that)")
         _unless(config.use_cache is not False, "use_cache is off")
         _unless(not config.is_assistant, "it drafts for another model")
         _unless(not (config.return_dict_in_generate and config.output_attentions), "attentions are asked for")

@@ -61,8 +61,9 @@ def generate(
     try:
         if synced_gpus:
             raise NotOursError("several processes run it in step")
-        asked.check()
+        asked.check_model()
         lm = kept.lm_of(model)
+        asked.check_call(lm)
         strategies = lm.strategy if strategy is None else parse_strategy(strategy)
         check_budget(budget)
         rows = budget or (lm.budget if strategy is None else None) or default_budget(strategies)
@@ -121,8 +122,12 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _reduce_as_plain(self: Any, protocol: Any) -> Any:
-    rebuild, arguments, *rest = super(type(self), self).__reduce_ex__(protocol)
-    return (rebuild, tuple(type(self)._lookfar_plain if a is type(self) else a for a in arguments), *rest)
+    state = super(type(self), self).__reduce_ex__(protocol)[2]
+    return _blank, (type(self)._lookfar_plain,), state
+
+
+def _blank(kind: Any) -> Any:
+    return kind.__new__(kind)
 
 
 def _streamer_of_caller() -> BaseStreamer | None:

@@ -1,0 +1,89 @@
+"""Noise belongs to places: drawn in the order of `generate`, found again whenever it is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lookfar.noise
+from lookfar.choose import pick, pick_all
+from lookfar.errors import RequestError
+from lookfar.noise import Draws, Noise
+from lookfar.processors import LogitsProcessorList
+
+CPU = torch.device("cpu")
+
+
+def drawn_by_multinomial(seed: int, probabilities: torch.Tensor) -> list[int]:
+    torch.manual_seed(seed)
+    return [int(torch.multinomial(p[None], 1)) for p in probabilities]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_pick_is_what_multinomial_draws(seed: int) -> None:
+    logits = torch.randn(5, 3000, generator=torch.Generator().manual_seed(seed)) * 4
+    expected = drawn_by_multinomial(seed, logits.softmax(-1))
+    torch.manual_seed(seed)
+    draws = Draws(Noise(1, CPU), 0)
+    assert [int(pick(row[None], draws.at(i, 3000))[0]) for i, row in enumerate(logits)] == expected
+    draws = Draws(Noise(1, CPU, torch.Generator().manual_seed(seed)), 0)
+    places = torch.arange(5).numpy()
+    assert pick_all(LogitsProcessorList(), draws, places, logits).tolist() == expected
+    assert pick_all(None, draws, places[::-1].copy(), logits.flip(0)).tolist() == expected[::-1]
+
+
+def test_noise_that_was_dropped_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookfar.noise, "KEPT_BYTES", 3 * 2 * 50 * 4)  # three places of two sequences
+    noise = Noise(2, CPU, torch.Generator().manual_seed(1))
+    first = [noise.at(place, 1, 50).clone() for place in range(10)]
+    assert len(noise._kept) == 3
+    for place in (0, 9, 4, 4, 1, 8):
+        assert torch.equal(noise.at(place, 1, 50), first[place])
+    torch.manual_seed(1)
+    for place in range(10):
+        assert torch.equal(torch.empty(2, 50).exponential_()[1], first[place])
+
+
+def test_what_all_have_passed_is_forgotten() -> None:
+    noise = Noise(2, CPU)
+    for place in range(6):
+        noise.at(place, 0, 20)
+    noise.go_on(0, 5)
+    assert sorted(noise._kept) == list(range(6))
+    noise.go_on(1, 3)
+    assert sorted(noise._kept) == [3, 4, 5]
+
+
+def test_the_generator_is_left_where_plain_decoding_leaves_it() -> None:
+    probabilities = torch.rand(4, 100)
+    drawn_by_multinomial(3, probabilities)
+    expected = torch.get_rng_state()
+    torch.manual_seed(3)
+    noise = Noise(1, CPU)
+    noise.at(9, 0, 100)  # looked further than needed
+    assert torch.equal(torch.get_rng_state(), noise._states[0])  # untouched meanwhile
+    noise.settle(4)
+    assert torch.equal(torch.get_rng_state(), expected)
+    generator = torch.Generator().manual_seed(3)
+    noise = Noise(1, CPU, generator)
+    noise.at(0, 0, 100)
+    noise.settle(4)  # further than was drawn
+    assert torch.equal(generator.get_state(), expected)
+
+
+def test_the_coming_noise_is_at_hand() -> None:
+    noise = Noise(2, CPU)
+    noise.at(0, 0, 30)
+    noise.look_ahead(1)
+    places = noise.coming.shape[1]
+    assert places == lookfar.noise.AHEAD
+    for head in (0, 3, 4, 20):
+        noise.go_on(1, head)
+        noise.look_ahead(1)
+        for place in range(head, head + places):
+            assert noise.coming[1, place % places].tolist() == noise.at(place, 1, 30).tolist()
+
+
+def test_scores_without_a_number_are_one_sentence() -> None:
+    with pytest.raises(RequestError, match="forbids every token"):
+        pick(torch.full((1, 9), -torch.inf), torch.ones(9))
