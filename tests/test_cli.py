@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from rich.console import Console
 import lookfar
 from families import tiny_model
 from lookfar.cli import app, main
-from lookfar.cli.steps import StepPrinter, coloured
+from lookfar.cli.steps import coloured
+from lookfar.text import GrowingText
 from lookfar.version import __version__
 from test_lm import byte_tokenizer
 
@@ -54,7 +56,7 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert run(monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
     commands = {command.callback.__name__ for command in app.registered_commands}
-    assert commands == {"generate", "compare", "check", "explain"}
+    assert commands == {"generate", "chat", "compare", "check", "explain"}
     assert all(name in shown for name in (*commands, "store"))
 
 
@@ -141,8 +143,8 @@ def test_check_reads_a_config_file(
 def test_a_character_split_over_steps_is_printed_whole() -> None:
     tokenizer = byte_tokenizer()
     ids = tokenizer("né €!").input_ids
-    printer = StepPrinter(tokenizer)
-    pieces = [printer.piece([token]).plain for token in ids]
+    growing = GrowingText(tokenizer)
+    pieces = [growing.add([token]) for token in ids]
     assert pieces == ["n", "", "é", " ", "", "", "€", "!"]
     assert coloured(tokenizer, ids, [3, 4, 1]).plain == "né €!"
 
@@ -162,8 +164,8 @@ def test_compare_never_hides_a_difference(
     """A strategy that breaks the promise is shown with the place and the margin of the first difference."""
     from lookfar import verify
 
-    def wrong(tree: object, choose: object) -> verify.Walk:
-        return verify.Walk([], [7])
+    def wrong(tree: Any, choose: Any, ends: Any) -> verify.Walk:
+        return verify.Walk([], [7], ends([7]))
 
     arguments = ("compare", "abc", "--raw", "--model", saved, "--max-new-tokens", "6", "--strategy", "jacobi")
     assert run(monkeypatch, *arguments, "--json") == 0

@@ -157,6 +157,11 @@ def test_a_processor_is_called_once_for_each_token_in_order(lm: LM) -> None:
     assert ours.calls == theirs.calls
 
 
+def test_processors_for_several_prompts_must_be_for_each_alone(lm: LM) -> None:
+    with pytest.raises(RequestError, match="may look at all prompts at once"):
+        lm.generate(random_prompts(5, 9), logits_processor=[Stateful()])
+
+
 def test_penalties_on_what_was_emitted(lm: LM) -> None:
     """By the definition: presence once, frequency for each time, the prompt not counted."""
     prompt = random_prompts(9)[0]

@@ -177,6 +177,7 @@ class Engine:
             sequence.cached = min(known, len(request.prompt) - 1)  # the last token's logits are needed
             if source != slot:
                 self.cache.move(source, slot, sequence.cached)
+        sequence.stats.reused_tokens = sequence.cached
         self._left.pop(slot, None)
         self.active.append(sequence)
         self._callers.append(call)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
-from transformers.generation import EosTokenCriteria, GenerationConfig, GenerationMode, MaxLengthCriteria
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMode,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+)
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from lookfar.errors import RequestError
 from lookfar.penalties import EmittedPenalty
+from lookfar.processors import of_row
 
 # Arguments that only make sense when sampling, so that giving one of them asks for it.
 ASK_FOR_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+CONSTRAINTS = ("json_schema", "regex", "grammar")
+ROW_WISE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 ACCELERATED = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -34,14 +44,26 @@ def rules_for(
     tokenizer: PreTrainedTokenizerBase | None,
     prompt: list[int],
     arguments: Mapping[str, Any],
+    row: int = 0,
+    batch: int = 1,
 ) -> Rules:
-    """What `model.generate(prompt, **arguments)` would go by; greedy unless sampling is asked for."""
+    """What `model.generate(prompt, **arguments)` would go by; greedy unless sampling is asked for.
+
+    With several prompts, each of them is a `row` of a `batch`, and needs processors and criteria of its own.
+    """
     try:
-        return _rules(model, tokenizer, prompt, dict(arguments))
+        rules = _rules(model, tokenizer, prompt, dict(arguments))
     except RequestError:
         raise
     except (ValueError, TypeError) as error:  # transformers checks most arguments when it builds a processor
         raise RequestError(f"A generation argument cannot be used: {error}") from None
+    processors = of_row(rules.processors or LogitsProcessorList(), row, batch)
+    if processors is None or not criteria_of_rows(rules.criteria or (), batch):
+        raise RequestError(
+            "A logits processor or stopping criterion of your own may look at all prompts at once: give it "
+            "`row_wise = True` if it treats each by itself, or decode one prompt at a time."
+        )
+    return replace(rules, processors=processors or None)
 
 
 def _rules(
@@ -51,10 +73,13 @@ def _rules(
     own_criteria = arguments.pop("stopping_criteria", None) or StoppingCriteriaList()
     allowed = arguments.pop("prefix_allowed_tokens_fn", None)
     presence, frequency = arguments.pop("presence_penalty", 0.0), arguments.pop("frequency_penalty", 0.0)
+    constraint = {name: arguments.pop(name) for name in CONSTRAINTS if arguments.get(name) is not None}
     config = _config(model, len(prompt), arguments)
+    own_processors = LogitsProcessorList(own_processors)
     if presence or frequency:
-        own_processors = LogitsProcessorList(own_processors)
         own_processors.append(EmittedPenalty(len(prompt), presence, frequency))
+    if constraint:
+        own_processors.append(_constrained(tokenizer, config, constraint))
     ids = torch.tensor([prompt], device=model.device)
     processors: LogitsProcessorList = model._get_logits_processor(
         generation_config=config,
@@ -72,6 +97,18 @@ def _rules(
     )
     stop_ids, criteria = split_criteria(criteria)
     return Rules(config.max_length - len(prompt), stop_ids, processors or None, criteria or None, config.do_sample)
+
+
+def _constrained(tokenizer: PreTrainedTokenizerBase | None, config: GenerationConfig, wanted: dict[str, Any]) -> Any:
+    from lookfar.structured import Constrained, Grammar
+
+    ends = config._eos_token_tensor.tolist() if config._eos_token_tensor is not None else []
+    return Constrained(Grammar.of(tokenizer, ends, **wanted))
+
+
+def criteria_of_rows(criteria: Iterable[Any], batch: int) -> bool:
+    """Can each sequence of a batch be asked for alone? As for processors, `row_wise = True` says so."""
+    return batch == 1 or all(type(c) in ROW_WISE_CRITERIA or getattr(c, "row_wise", False) for c in criteria)
 
 
 def split_criteria(criteria: StoppingCriteriaList) -> tuple[frozenset[int], StoppingCriteriaList]:

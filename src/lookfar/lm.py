@@ -24,6 +24,7 @@ from lookfar.probe import verifies_trees
 from lookfar.sequence import FinishReason, OnStep, OnTokens, Request, Sequence
 from lookfar.stats import Stats
 from lookfar.store import Store
+from lookfar.structured import forced_by
 from lookfar.text import GrowingText
 
 Prompt = str | Seq[int]
@@ -148,13 +149,21 @@ class LM:
 
     def chat_ids(self, messages: Seq[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation, ready for the model's answer."""
+        return self.template_ids(self.chat_text(messages))
+
+    def chat_text(self, messages: Seq[Mapping[str, str]]) -> str:
+        """A conversation in the tokenizer's chat template, ready for the model's answer."""
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer: pass one to lookfar.LM(model, tokenizer).")
         if not getattr(self.tokenizer, "chat_template", None):
             raise RequestError("This tokenizer has no chat template: use generate with a plain prompt.")
         if not messages or not all("role" in message and "content" in message for message in messages):
             raise RequestError('chat takes a list of messages like {"role": "user", "content": "Hello"}.')
-        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        return str(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+
+    def template_ids(self, text: str) -> list[int]:
+        """The token ids of text that a chat template made, which brings its own special tokens."""
+        assert self.tokenizer is not None
         return _ids_of(self.tokenizer(text, add_special_tokens=False, verbose=False))
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -192,7 +201,9 @@ class LM:
         `strategy` and `budget` replace those given when the LM was made. With sampling, `seed` or a `generator` gives
         the tokens that `model.generate` gives after `torch.manual_seed(seed)`; without either, torch's own generator
         is used and left as `generate` would leave it. `reuse` starts from the keys and values that an earlier answer
-        left behind, where the prompt goes on from its text. All other arguments are those of `model.generate`.
+        left behind, where the prompt goes on from its text. `json_schema`, `regex` or `grammar` (Lark) constrain the
+        answer; `presence_penalty` and `frequency_penalty` lower tokens that it already holds. All other arguments are
+        those of `model.generate`.
         """
         prompts, single = _as_prompts(prompt)
         strategies = self.strategy if strategy is None else parse_strategy(strategy)
@@ -210,14 +221,15 @@ class LM:
         requests = []
         for i, one in enumerate(prompts):
             ids = self.encode(one)
-            rules = rules_for(self.model, self.tokenizer, ids, arguments | {"max_new_tokens": max_new_tokens})
+            asked = arguments | {"max_new_tokens": max_new_tokens}
+            rules = rules_for(self.model, self.tokenizer, ids, asked, i, len(prompts))
             if rules.do_sample and noise is None:
                 noise = Noise(len(prompts), self.device, generator)
             request = Request(
                 ids,
                 rules.max_new_tokens,
                 rules.stop_ids,
-                strategies,
+                strategies + forced_by(rules.processors or ()) if strategies else (),
                 budget=rows,
                 remember=self.remember,
                 processors=rules.processors,

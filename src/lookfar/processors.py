@@ -62,13 +62,11 @@ def of_row(processors: LogitsProcessorList, row: int, batch: int) -> LogitsProce
     Any processor can say how: by a method `for_row(row)` that returns its like for one sequence, or by an attribute
     `row_wise = True`, which promises that it treats every row by itself and remembers nothing.
     """
-    if batch == 1:
-        return processors
     own = LogitsProcessorList()
     for processor in processors:
         if hasattr(processor, "for_row"):
             own.append(processor.for_row(row))
-        elif type(processor) in ROW_WISE or getattr(processor, "row_wise", False):
+        elif batch == 1 or type(processor) in ROW_WISE or getattr(processor, "row_wise", False):
             own.append(processor)
         elif type(processor) in _SPLIT:
             own.append(_SPLIT[type(processor)](processor, row, batch))

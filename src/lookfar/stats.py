@@ -27,6 +27,7 @@ class Stats:
     step_sizes: list[int] = field(default_factory=list)  # tokens that came out of each step
     rows: int = 0  # rows of those steps: root, draft tree and riders
     prompt_tokens: int = 0
+    reused_tokens: int = 0  # of those: whose keys and values were there already
     seconds: float = 0.0  # from the start of the request's prompt to its last token
     host_seconds: float = 0.0  # of those: drafters, merge, plan and learning; in a batch, this request's share
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class Stats:
             "rows": self.rows,
             "rows_per_step": self.rows_per_step,
             "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
             "seconds": self.seconds,
             "host_seconds": self.host_seconds,
             "tokens_per_second": self.tokens_per_second,
@@ -89,6 +91,7 @@ def add_up(parts: Iterable[Stats]) -> Stats:
         total.step_sizes += part.step_sizes
         total.rows += part.rows
         total.prompt_tokens += part.prompt_tokens
+        total.reused_tokens += part.reused_tokens
         total.seconds += part.seconds
         total.host_seconds += part.host_seconds
         for name, counts in part.drafters.items():

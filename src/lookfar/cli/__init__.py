@@ -8,6 +8,7 @@ import warnings
 
 import typer
 
+from lookfar.cli.chat import chat
 from lookfar.cli.check import check
 from lookfar.cli.compare import compare
 from lookfar.cli.explain import explain
@@ -24,6 +25,7 @@ app = typer.Typer(
     help="Decode any Hugging Face causal language model in fewer steps, with the same tokens.",
 )
 app.command()(generate)
+app.command()(chat)
 app.command()(compare)
 app.command()(check)
 app.command()(explain)

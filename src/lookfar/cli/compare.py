@@ -30,6 +30,12 @@ def compare(
     pack: options.Pack = None,
     max_new_tokens: options.MaxNewTokens = 128,
     max_length: options.MaxLength = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = 0,
     repeats: Repeats = 1,
     raw: options.Raw = False,
     device: options.Device = None,
@@ -40,6 +46,7 @@ def compare(
     from lookfar.config import name_of
 
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
+    sampling = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
     lm = options.load_model(model, device, dtype, max_length, store, pack)
     ids, _ = options.prompt_ids(lm, prompt, raw)
     contestants = {"plain": (), "strategy": lm.strategy if chosen is None else chosen}
@@ -47,7 +54,7 @@ def compare(
     runs: dict[str, list[Completion]] = {side: [] for side in contestants}
     # The first forward passes of a process are slow; they should not count against whoever comes first.
     for plan in contestants.values():
-        lm.generate(ids, max_new_tokens=min(4, max_new_tokens), strategy=plan, budget=rows)
+        lm.generate(ids, max_new_tokens=min(4, max_new_tokens), strategy=plan, budget=rows, **sampling)
     for _ in range(repeats):
         for side, plan in contestants.items():
             lm.forget()  # the answer itself must not be what the next one is guessed from
@@ -61,6 +68,7 @@ def compare(
                         strategy=plan,
                         budget=rows,
                         on_tokens=lambda _, n: advance(len(n)),
+                        **sampling,
                     )
                 )
     seconds = {side: median(done.stats.seconds for done in dones) for side, dones in runs.items()}

@@ -19,6 +19,15 @@ def generate(
     pack: options.Pack = None,
     max_new_tokens: options.MaxNewTokens = 128,
     max_length: options.MaxLength = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
     raw: options.Raw = False,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -26,35 +35,22 @@ def generate(
 ) -> None:
     """Decode PROMPT and print the answer as it comes; tokens of one step share a colour."""
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
+    asked = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
+    asked |= options.constraints(stop, json_schema, regex)
     lm = options.load_model(model, device, dtype, max_length, store, pack)
     ids, _ = options.prompt_ids(lm, prompt, raw)
+    asked |= {"max_new_tokens": max_new_tokens, "strategy": chosen, "budget": rows}
     if as_json:
         from lookfar.progress import bar
 
         with bar("Decoding", max_new_tokens) as advance:
-            done = lm.generate(
-                ids,
-                max_new_tokens=max_new_tokens,
-                strategy=chosen,
-                budget=rows,
-                on_tokens=lambda _, new: advance(len(new)),
-            )
+            done = lm.generate(ids, on_tokens=lambda _, new: advance(len(new)), **asked)
         record = {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
         print(json.dumps(record | {"stats": done.stats.as_dict()}, ensure_ascii=False))
         return
-    from lookfar.cli.steps import StepPrinter
+    from lookfar.cli.answers import show_answer, summary
 
-    out, printer = Console(highlight=False), StepPrinter(lm.tokenizer)
-    done = lm.generate(
-        ids,
-        max_new_tokens=max_new_tokens,
-        strategy=chosen,
-        budget=rows,
-        on_tokens=lambda _, new: out.print(printer.piece(new), end="", soft_wrap=True),
-    )
-    out.print()
-    stats = done.stats
-    Console(stderr=True, highlight=False).print(
-        f"[dim]{stats.tokens} tokens in {stats.steps} steps: {stats.tokens_per_step:.2f} tokens a step, "
-        f"{stats.rows_per_step:.1f} rows a step, {stats.tokens_per_second:.1f} tokens/s ({done.finish_reason})[/]"
-    )
+    _, last, stopped = show_answer(lm.stream(ids, **asked), Console(highlight=False))
+    if last is not None:
+        ended = "stopped" if stopped else last.finish_reason
+        Console(stderr=True, highlight=False).print(f"[dim]{summary(last.stats)} ({ended})[/]", soft_wrap=True)

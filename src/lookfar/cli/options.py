@@ -41,6 +41,15 @@ Pack = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Stop after this many tokens.")]
 MaxLength = Annotated[int | None, typer.Option(help="The longest text, prompt included, to keep room for.")]
+Temperature = Annotated[float | None, typer.Option(help="Sample, with this temperature; 0 takes the best token.")]
+TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that make up this probability.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from this many tokens; 0 from all.")]
+MinP = Annotated[float | None, typer.Option(help="Sample from tokens at least this likely, compared with the best.")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: lower the scores of tokens of the text.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed samples the same text.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop at this text. Repeatable.")]
+JsonSchema = Annotated[Path | None, typer.Option(help="A file with the JSON schema that the answer follows.")]
+Regex = Annotated[str | None, typer.Option(help="A regular expression that the answer follows.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the model's chat template.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … or auto to spread the model.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16, float64 or auto.")]
@@ -74,6 +83,31 @@ def rows(text: str | None) -> int | Literal["auto"] | None:
     budget: Any = int(text) if text is not None and text.isdecimal() else text
     check_budget(budget)
     return budget  # type: ignore[no-any-return]
+
+
+def sampling(
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+    seed: int | None,
+) -> dict[str, Any]:
+    """The generation arguments that the options for sampling ask for."""
+    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+    given["repetition_penalty"] = repetition_penalty
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def constraints(stop: list[str] | None, json_schema: Path | None, regex: str | None) -> dict[str, Any]:
+    """The generation arguments that say where an answer ends and what it may be."""
+    given: dict[str, Any] = {"stop_strings": stop or None, "regex": regex}
+    if json_schema is not None:
+        try:
+            given["json_schema"] = json_schema.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{json_schema} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def load_model(

@@ -7,33 +7,15 @@ from itertools import cycle
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from lookfar.text import GrowingText
+
 COLOURS = ("cyan", "yellow", "green", "magenta")
-
-
-class StepPrinter:
-    """Turns a growing list of ids into pieces of text, one a step; half a character waits for its other half."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []
-        self.shown = ""
-        self._colours = cycle(COLOURS)
-
-    def piece(self, tokens: list[int]) -> Text:
-        """The text that a step added, in the next colour."""
-        self.ids += tokens
-        text = str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
-        colour = next(self._colours)
-        if text.endswith("\ufffd"):
-            return Text()
-        new, self.shown = text[len(self.shown) :], text
-        return Text(new, style=colour)
 
 
 def coloured(tokenizer: PreTrainedTokenizerBase, ids: list[int], step_sizes: list[int]) -> Text:
     """A whole output, coloured by step."""
-    printer, text, start = StepPrinter(tokenizer), Text(), 0
+    colours, growing, text, start = cycle(COLOURS), GrowingText(tokenizer), Text(), 0
     for size in step_sizes:
-        text.append_text(printer.piece(ids[start : start + size]))
+        text.append(growing.add(ids[start : start + size]), style=next(colours))
         start += size
-    return text
+    return text.append(growing.end(), style=next(colours))

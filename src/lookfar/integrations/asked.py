@@ -7,18 +7,17 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, MaxTimeCriteria
-from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation import EosTokenCriteria, GenerationConfig, MaxLengthCriteria
 
 from lookfar.config import Budget, Strategy
 from lookfar.errors import CapacityError
-from lookfar.generation import split_criteria
+from lookfar.generation import criteria_of_rows, split_criteria
 from lookfar.lm import LM
 from lookfar.noise import Draws, Noise
 from lookfar.processors import of_row, second_forward
 from lookfar.sequence import Request
+from lookfar.structured import forced_by
 
-ROW_WISE_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 UNDERSTOOD = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep"}
 UNKNOWN_TOKEN = 0  # stands for what was given as keys and values or as embeddings
 
@@ -73,7 +72,7 @@ class Asked:
                 prompt,
                 max_new_tokens,
                 stop_ids,
-                strategies,
+                strategies + forced_by(processors) if strategies else (),
                 budget=budget,
                 remember=lm.remember and embeds is None and len(prompt) == int(kept.sum()),
                 processors=processors or None,
@@ -100,7 +99,6 @@ class Asked:
         config, support = self.config, lm.engine.model.support
         _unless(support.trees, support.reason or "")
         unknown = [k for k, v in self.inputs.items() if v is not None and k not in UNDERSTOOD]
-        custom = [c for c in self.criteria if type(c) not in ROW_WISE_CRITERIA]
         _unless(config.use_cache is not False, "use_cache is off")
         _unless(not config.is_assistant, "it drafts for another model")
         _unless(not (config.return_dict_in_generate and config.output_attentions), "attentions are asked for")
@@ -109,7 +107,7 @@ class Asked:
         _unless(not second_forward(self.processors), "classifier-free guidance runs the model twice for each token")
         alone = self.batch == 1
         _unless(
-            alone or all(getattr(c, "row_wise", False) for c in custom),
+            criteria_of_rows(self.criteria, self.batch),
             "a stopping criterion may look at the whole batch (`row_wise = True` on it says it does not)",
         )
         ends_early = any(type(c) not in (EosTokenCriteria, MaxLengthCriteria) for c in self.criteria)

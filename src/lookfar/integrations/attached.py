@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from lookfar.errors import LookfarWarning
 from lookfar.lm import LM
+from lookfar.sequence import OnStep
 from lookfar.stats import Stats, add_up
 
 PLACE = "_lookfar"
@@ -21,6 +22,7 @@ class Attached:
         self.options = options or {}
         self.lm: LM | None = None
         self.stats: list[Stats] = []  # of the last call, one for each sequence
+        self.on_step: OnStep | None = None
         self._warned: set[str] = set()
 
     def lm_of(self, model: PreTrainedModel) -> LM:

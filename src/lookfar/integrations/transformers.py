@@ -21,7 +21,7 @@ from lookfar.generation import ACCELERATED
 from lookfar.integrations.asked import Asked, NotOursError
 from lookfar.integrations.attached import PLACE, Attached, attached
 from lookfar.integrations.outputs import Lockstep, pad_token, result
-from lookfar.loops import is_accelerated, own_loop
+from lookfar.loops import is_accelerated, names_of, own_loop
 
 
 def generate(
@@ -74,7 +74,7 @@ def generate(
         return own_loop(model)(model, input_ids, **prepared, **inputs)
     lm.engine.max_batch = max(lm.engine.max_batch, len(requests))
     told = Lockstep(streamer, len(requests), pad_token(asked)) if streamer is not None else None
-    done = lm.engine.run(requests, told)
+    done = lm.engine.run(requests, told, kept.on_step)
     if requests[0].draws is not None:
         requests[0].draws.noise.settle(max(len(sequence.output) for sequence in done))
     if streamer is not None:
@@ -98,18 +98,7 @@ def accelerate(
     vars(model)[PLACE] = Attached({"strategy": strategy, "budget": budget, **options})
     if not is_accelerated(model):
         plain = type(model)
-        model.__class__ = type(
-            plain.__name__,
-            (plain,),
-            {
-                "__module__": plain.__module__,
-                "__qualname__": plain.__qualname__,
-                "__doc__": plain.__doc__,
-                "_lookfar_plain": plain,
-                "_sample": generate,
-                "__reduce_ex__": _reduce_as_plain,
-            },
-        )
+        model.__class__ = type(plain.__name__, (plain,), {**names_of(plain), "_sample": generate})
     return model
 
 
@@ -119,15 +108,6 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
     if is_accelerated(model):
         model.__class__ = type(model)._lookfar_plain
     return model
-
-
-def _reduce_as_plain(self: Any, protocol: Any) -> Any:
-    state = super(type(self), self).__reduce_ex__(protocol)[2]
-    return _blank, (type(self)._lookfar_plain,), state
-
-
-def _blank(kind: Any) -> Any:
-    return kind.__new__(kind)
 
 
 def _streamer_of_caller() -> BaseStreamer | None:

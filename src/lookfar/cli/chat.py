@@ -1,0 +1,183 @@
+"""`lookfar chat`: a conversation in the terminal, coloured by step, with the speed of every answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Generator
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lookfar.cli import options
+from lookfar.errors import LookfarError
+
+if TYPE_CHECKING:
+    from lookfar.config import StrategySpec
+    from lookfar.lm import LM, Chunk
+    from lookfar.stats import Stats
+
+System = Annotated[str | None, typer.Option(help="What the model is told before the conversation.")]
+
+
+def chat(
+    model: options.Model = "demo",
+    system: System = None,
+    strategy: options.StrategyName = None,
+    settings: options.Settings = None,
+    budget: options.Budget = None,
+    store: options.StoreFile = None,
+    pack: options.Pack = None,
+    max_new_tokens: options.MaxNewTokens = 512,
+    max_length: options.MaxLength = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+) -> None:
+    """Talk with MODEL. Ctrl-C stops an answer, /help shows the commands, Ctrl-D or /exit ends it."""
+    chosen, rows = options.strategies(strategy, settings), options.rows(budget)
+    sampling = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
+    lm = options.load_model(model, device, dtype, max_length, store, pack)
+    lm.chat_ids([{"role": "user", "content": "Hi"}])  # a model that cannot chat says so before anything is typed
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  arrow keys and history while typing
+    talk = Conversation(lm, system, {"max_new_tokens": max_new_tokens, "budget": rows, **sampling}, chosen)
+    talk.out.print("[dim]/help shows the commands; Ctrl-C stops an answer, Ctrl-D ends the chat.[/]")
+    while True:
+        try:
+            line = input("› ").strip()
+        except KeyboardInterrupt:
+            talk.out.print()
+            continue
+        except EOFError:
+            talk.out.print()
+            return
+        if line in ("/exit", "/quit"):
+            return
+        if line:
+            talk.take(line)
+
+
+class Conversation:
+    """The messages so far, and what can be done with them."""
+
+    def __init__(self, lm: LM, system: str | None, generation: dict[str, Any], strategy: StrategySpec) -> None:
+        self.lm = lm
+        self.out = Console(highlight=False)
+        self.first = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self.first)
+        self.generation = generation
+        self.strategy = strategy
+        self.answers: list[tuple[Stats, float]] = []  # each with the seconds to its first token
+        self.known: tuple[list[int], str] = [], ""  # what the model has read and said so far, as tokens and as text
+        self.commands: dict[str, tuple[Callable[[str], None], str]] = {
+            "/speed": (self.speed, "what every answer took"),
+            "/strategy": (self.change_strategy, "NAME: guess in another way, e.g. none, suffix, auto"),
+            "/save": (self.save, "FILE: write the conversation as JSON"),
+            "/reset": (self.reset, "begin a new conversation"),
+            "/help": (self.help, "this list"),
+        }
+
+    def take(self, line: str) -> None:
+        """A command or a message; a mistake is one sentence and the conversation goes on."""
+        name, _, rest = line.partition(" ")
+        try:
+            if name in self.commands:
+                self.commands[name][0](rest.strip())
+            elif name.startswith("/") and " " not in line:
+                options.say("Error", f"There is no {name}; /help shows the commands.", "red")
+            else:
+                self.answer(line)
+        except LookfarError as error:
+            options.say("Error", str(error), "red")
+
+    def answer(self, message: str) -> None:
+        from lookfar.cli.answers import show_answer, summary
+
+        asked = [*self.messages, {"role": "user", "content": message}]
+        rendered = self.lm.chat_text(asked)
+        prompt = self._ids(rendered)
+        emitted: list[int] = []
+        began, first = perf_counter(), 0.0
+        chunks = self.lm.stream(prompt, strategy=self.strategy, reuse=True, **self._next_generation())
+
+        def watched() -> Generator[Chunk, None, None]:
+            nonlocal first
+            with contextlib.closing(chunks):
+                for chunk in chunks:
+                    first = first or perf_counter() - began
+                    emitted.extend(chunk.token_ids)
+                    yield chunk
+
+        text, last, stopped = show_answer(watched(), self.out)
+        if last is None:
+            return
+        assert self.lm.tokenizer is not None
+        self.messages = [*asked, {"role": "assistant", "content": text}]
+        self.known = prompt + emitted, rendered + str(self.lm.tokenizer.decode(emitted))
+        self.answers.append((last.stats, first))
+        ended = "stopped" if stopped else last.finish_reason
+        known = f"{last.stats.reused_tokens} of {last.stats.prompt_tokens} prompt tokens were cached"
+        line = f"{summary(last.stats)} ({ended}), first after {first:.2f} s, {known}"
+        self.out.print(f"[dim]{line}[/]", soft_wrap=True)
+
+    def _ids(self, rendered: str) -> list[int]:
+        """The conversation's tokens: those that were read and emitted so far, and what is new.
+
+        Split anew, an answer may come out as other tokens than the model's own, and would have to be read again.
+        """
+        ids, text = self.known
+        if text and rendered.startswith(text):
+            return ids + self.lm.template_ids(rendered[len(text) :])
+        return self.lm.template_ids(rendered)
+
+    def _next_generation(self) -> dict[str, Any]:
+        """Each answer has a seed of its own, so that a conversation can be repeated."""
+        seed = self.generation.get("seed")
+        return self.generation | ({"seed": seed + len(self.answers)} if seed is not None else {})
+
+    def speed(self, _: str) -> None:
+        from lookfar.cli.answers import summary
+
+        for number, (stats, first) in enumerate(self.answers, start=1):
+            accepted = (f"{d.accepted} of {d.proposed} from {name}" for name, d in stats.drafters.items())
+            self.out.print(f"[bold]{number}[/] {summary(stats)}, first after {first:.2f} s", soft_wrap=True)
+            self.out.print(f"  [dim]guesses accepted: {', '.join(accepted) or 'none were made'}[/]", soft_wrap=True)
+        if not self.answers:
+            self.out.print("[dim]No answer yet.[/]")
+
+    def change_strategy(self, name: str) -> None:
+        from lookfar.config import name_of, parse_strategy
+
+        if name:
+            self.strategy = parse_strategy(name)
+        now = self.lm.strategy if self.strategy is None else parse_strategy(self.strategy)
+        self.out.print(f"[dim]strategy: {name_of(now)}[/]")
+
+    def save(self, name: str) -> None:
+        if not name:
+            options.say("Error", "Give a file, as in /save chat.json.", "red")
+            return
+        try:
+            Path(name).write_text(json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            options.say("Error", f"{name} cannot be written: {error.strerror}.", "red")
+            return
+        self.out.print(f"[dim]{len(self.messages)} messages in {name}[/]")
+
+    def reset(self, _: str) -> None:
+        self.messages, self.known = list(self.first), ([], "")
+        self.out.print("[dim]a new conversation[/]")
+
+    def help(self, _: str) -> None:
+        for name, (_do, what) in self.commands.items():
+            self.out.print(f"[bold]{name}[/] {what}")
+        self.out.print("[bold]/exit[/] or Ctrl-D ends the chat, Ctrl-C stops an answer")
