@@ -28,6 +28,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     WatermarkingConfig,
+    pipeline,
 )
 from transformers.generation import BaseStreamer
 
@@ -36,6 +37,7 @@ from conftest import random_prompts
 from families import tiny_model
 from lookfar.errors import LookfarWarning, RequestError
 from lookfar.integrations.attached import attached
+from test_lm import byte_tokenizer
 
 EOS, PAD = 7, 0
 
@@ -532,6 +534,21 @@ def test_copies_and_pickles_are_plain_models(tmp_path: Any) -> None:
         same(pair.plain.generate(one(), max_new_tokens=9), other.generate(one(), max_new_tokens=9))
     pair.fast.save_pretrained(tmp_path)
     assert type(pair.plain).from_pretrained(tmp_path).config.architectures == [type(pair.plain).__name__]
+
+
+def test_pipelines() -> None:
+    tokenizer = byte_tokenizer()
+    both = Pair("llama", vocab_size=len(tokenizer))
+    chat = [{"role": "user", "content": "Hello there"}]
+    for prompt in ("Hello", ["Hello", "A longer text"], chat):
+        for arguments in ({"do_sample": False}, {"do_sample": True, "num_return_sequences": 2}):
+            texts = []
+            for model in (both.plain, both.fast):
+                pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+                torch.manual_seed(2)
+                texts.append(pipe(prompt, max_new_tokens=15, **arguments))
+            assert texts[0] == texts[1]
+    assert lookfar.last_stats(both.fast).steps < 30
 
 
 def test_a_model_in_training_is_left_alone(llama: PreTrainedModel) -> None:
