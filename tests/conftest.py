@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from families import tiny_model
+from families import DEVICE, tiny_model
 from lookfar.engine import Engine
 from lookfar.model import BoundModel
 
@@ -38,6 +38,11 @@ def reference(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) ->
 def random_prompts(*lengths: int, seed: int = 0, vocab: int = 90) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(3, vocab) for _ in range(length)] for length in lengths]
+
+
+def random_state() -> torch.Tensor:
+    """Of the generator that sampling uses."""
+    return torch.cuda.get_rng_state() if DEVICE.startswith("cuda") else torch.get_rng_state()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from conftest import random_prompts
-from families import tiny_model
+from conftest import random_prompts, random_state
+from families import DEVICE, tiny_model
 from lookfar import LM, Lookahead
 from lookfar.errors import RequestError
 
@@ -54,14 +54,14 @@ def lm(llama: PreTrainedModel) -> LM:
 def test_every_way_to_sample_is_that_of_transformers(lm: LM, arguments: dict[str, Any]) -> None:
     for seed, prompt in enumerate(random_prompts(4, 23, 1)):
         expected = sampled(lm.model, prompt, 25, seed, **arguments)
-        after = torch.get_rng_state()
+        after = random_state()
         for strategy in ("auto", "none", Lookahead(3, 3, 3), "jacobi"):
             assert (
                 lm.generate(prompt, max_new_tokens=25, seed=seed, strategy=strategy, **arguments).token_ids == expected
             )
         torch.manual_seed(seed)  # torch's own generator is used as `generate` uses it, and left as it leaves it
         assert lm.generate(prompt, max_new_tokens=25, do_sample=True, **arguments).token_ids == expected
-        assert torch.equal(torch.get_rng_state(), after)
+        assert torch.equal(random_state(), after)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,8 +76,8 @@ def test_families_in_float64(family: str) -> None:
 
 def left_padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
     longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=DEVICE)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=DEVICE)
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -90,10 +90,10 @@ def test_ragged_batches_draw_as_one_padded_batch_does(llama: PreTrainedModel, ma
         arguments = {"temperature": 1.2, "top_k": 0, "eos_token_id": list(range(40, 50))}
         torch.manual_seed(seed)
         out = llama.generate(**left_padded(prompts), max_new_tokens=30, do_sample=True, pad_token_id=0, **arguments)
-        after = torch.get_rng_state()
+        after = random_state()
         torch.manual_seed(seed)
         done = lm.generate(prompts, max_new_tokens=30, do_sample=True, **arguments)
-        assert torch.equal(torch.get_rng_state(), after)
+        assert torch.equal(random_state(), after)
         for row, completion in zip(out[:, 17:].tolist(), done, strict=True):
             assert row == completion.token_ids + [0] * (len(row) - len(completion.token_ids))
         assert len({len(completion.token_ids) for completion in done}) > 1
@@ -102,10 +102,10 @@ def test_ragged_batches_draw_as_one_padded_batch_does(llama: PreTrainedModel, ma
 def test_a_generator_goes_on_from_call_to_call(lm: LM) -> None:
     prompt = random_prompts(6)[0]
     torch.manual_seed(7)
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=DEVICE)
     keep = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, "do_sample": True, "pad_token_id": 0}
     expected = [lm.model.generate(ids, **keep)[0, 6:].tolist() for _ in range(3)]
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(DEVICE).manual_seed(7)
     got = [lm.generate(prompt, max_new_tokens=9, do_sample=True, generator=generator).token_ids for _ in range(3)]
     assert got == expected
     assert len({tuple(tokens) for tokens in expected}) == 3
@@ -120,7 +120,7 @@ def test_temperature_zero_means_the_best_token(lm: LM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ({"seed": 1, "generator": torch.Generator()}, "a seed or a generator"),
+        ({"seed": 1, "generator": torch.Generator(DEVICE)}, "a seed or a generator"),
         ({"temprature": 0.5}, "temprature is no generation argument"),
         ({"num_beams": 3}, "for beams"),
         ({"num_return_sequences": 2, "do_sample": True}, "one sequence for each prompt"),
@@ -144,7 +144,7 @@ class Stateful(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.calls.append(int(input_ids[0, -1]))
-        return scores.index_fill(1, torch.tensor([sum(self.calls) % 90]), -torch.inf)
+        return scores.index_fill(1, torch.tensor([sum(self.calls) % 90], device=scores.device), -torch.inf)
 
 
 def test_a_processor_is_called_once_for_each_token_in_order(lm: LM) -> None:
@@ -169,7 +169,7 @@ def test_penalties_on_what_was_emitted(lm: LM) -> None:
     text = list(prompt)
     for token in tokens:
         with torch.no_grad():
-            logits = lm.model(torch.tensor([text])).logits[0, -1].float()
+            logits = lm.model(torch.tensor([text], device=DEVICE)).logits[0, -1].float()
         for seen in set(text[9:]):
             logits[seen] -= 0.1 + 0.05 * text[9:].count(seen)
         assert token == int(logits.argmax())
@@ -194,14 +194,19 @@ def test_the_distribution_is_the_models_own() -> None:
     model = tiny_model("llama", vocab_size=12)
     lm = LM(model, max_batch=64)
     prompt = [3, 4, 5]
+
+    def after(text: list[int]) -> torch.Tensor:
+        chances: torch.Tensor = model(torch.tensor([text], device=DEVICE)).logits[0, -1].div(0.7).softmax(-1)
+        return chances
+
     with torch.no_grad():
-        first = model(torch.tensor([prompt])).logits[0, -1].div(0.7).softmax(-1)
-        both = [first[a] * model(torch.tensor([[*prompt, a]])).logits[0, -1].div(0.7).softmax(-1) for a in range(12)]
+        first = after(prompt)
+        both = [first[a] * after([*prompt, a]) for a in range(12)]
     exact = torch.stack(both).flatten().tolist()
     draws, counts, accepted = 4096, [0] * 144, 0
     rng = random.Random(0)
     for _ in range(draws // 64):
-        generator = torch.Generator().manual_seed(rng.getrandbits(60))
+        generator = torch.Generator(DEVICE).manual_seed(rng.getrandbits(60))
         done = lm.generate(
             [prompt] * 64, max_new_tokens=3, temperature=0.7, top_k=0, eos_token_id=None, generator=generator
         )

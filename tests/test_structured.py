@@ -18,6 +18,8 @@ from lookfar.errors import RequestError
 from lookfar.structured import Constrained, Follower, Grammar, constrain
 from test_lm import byte_tokenizer
 
+pytest.importorskip("llguidance")
+
 SCHEMA = {
     "type": "object",
     "properties": {
