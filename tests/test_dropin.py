@@ -418,8 +418,9 @@ def test_a_cache_of_ones_own_is_filled_in_place(pair: Pair) -> None:
     theirs, ours = (DynamicCache(config=pair.plain.config) for _ in range(2))
     text = one()
     for _ in range(3):
-        expected = pair.plain.generate(text, past_key_values=theirs, max_new_tokens=5)
-        same(expected, pair.fast.generate(text, past_key_values=ours, max_new_tokens=5))
+        mask = torch.ones_like(text)
+        expected = pair.plain.generate(text, attention_mask=mask, past_key_values=theirs, max_new_tokens=5)
+        same(expected, pair.fast.generate(text, attention_mask=mask, past_key_values=ours, max_new_tokens=5))
         assert theirs.get_seq_length() == ours.get_seq_length() == expected.shape[1] - 1
         text = torch.cat([expected, one(3)], -1)
     new = text[:, theirs.get_seq_length() :]  # only what the cache does not hold, with a mask for everything

@@ -49,6 +49,26 @@ def expected(lm: lookfar.LM, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.0, "top_k": 0, "top_p": 0.9},
+        {"temperature": 1.2, "top_k": 0, "min_p": 0.05, "repetition_penalty": 1.1},
+    ],
+    ids=["temperature", "top_p", "min_p-penalty"],
+)
+def test_the_sampled_tokens_of_generate(lm: lookfar.LM, prompts: list[list[int]], arguments: dict[str, float]) -> None:
+    for seed, prompt in enumerate(prompts[1:4]):
+        ids = torch.tensor([prompt])
+        torch.manual_seed(seed)
+        out = lm.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=True, **arguments
+        )
+        done = lm.generate(prompt, max_new_tokens=24, seed=seed, **arguments)
+        assert done.token_ids == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
     "strategy",
     ["auto", "none", "jacobi", "suffix", "recycle", "trie", "prompt_lookup", "jacobi+lookahead", "auto+trie+lookahead"],
 )

@@ -208,6 +208,7 @@ def test_stop_strings_across_tokens(family: str) -> None:
     assert len(expected) < 40
     chunks = list(lm.stream(TEXT, max_new_tokens=40, stop_strings=[stop]))
     assert "".join(chunk.text for chunk in chunks) == done.text
+    assert chunks[-1].finish_reason == "stop"
     if family == "llama":
         fast = lookfar.accelerate(copy.deepcopy(lm.model))
         out = fast.generate(

@@ -273,7 +273,9 @@ class LM:
                 request = replace(requests[i], strategies=())
                 with closing(stream_plainly(self.model, request, i, self.engine.memory)) as news:
                     for sequence, tokens in news:
-                        yield chunk(sequence, i, tokens, ["model"])
+                        yield (last := chunk(sequence, i, tokens, ["model"]))
+                if last.finish_reason is None:  # ended by a criterion, which is known after the token only
+                    yield chunk(sequence, i, [], [])
         finally:
             _settle(requests, lengths)
 

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
 
 from lookfar.arrays import Ints
 from lookfar.choose import pick, scores_after
@@ -20,7 +21,6 @@ from lookfar.stats import Stats
 from lookfar.tree import SequencePlan
 
 if TYPE_CHECKING:
-    import torch
     from transformers import Cache, LogitsProcessorList, StoppingCriteriaList
 
 FinishReason = Literal["stop", "length"]
@@ -126,15 +126,13 @@ class Sequence:
         if request.keep_scores:
             self.scores.append(scores[0])
         if request.keep_logits:
-            self.logits.append(logits.float())
+            self.logits.append(logits.to(torch.float32, copy=True))  # a view would keep all rows of the step
         return int(pick(scores, noise)[0])
 
     def ends(self, tokens: list[int]) -> FinishReason | None:
         """Does the text end with the last of these new tokens? Asked once for every emitted token, in order."""
         request = self.request
         if request.criteria:
-            import torch
-
             text = torch.tensor([self._seen + tokens], device=request.device)
             if bool(request.criteria(text, tuple(self.scores) if request.keep_scores else None).any()):
                 return "stop"

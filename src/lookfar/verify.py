@@ -103,7 +103,7 @@ def _draw_all(plan: Plan, place: int, sequence: Sequence, logits: torch.Tensor) 
     keeps = request.keep_scores or request.keep_logits
     if logits.device.type == "cpu" or request.draws is None or keeps or not sequence.history_free:
         return None
-    first = np.searchsorted(plan.kept, np.arange(rows.root_row, rows.node_row(len(rows.tree))))
+    where = np.searchsorted(plan.kept, np.arange(rows.root_row, rows.node_row(len(rows.tree))))
     places = len(sequence.output) + np.concatenate([[0], rows.tree.depths])
-    kept = logits[place, torch.from_numpy(first).to(logits.device)]
+    kept = logits[place, torch.from_numpy(where).to(logits.device)]
     return pick_all(request.processors, request.draws, places, kept)
