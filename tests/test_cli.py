@@ -299,3 +299,53 @@ def test_explain_as_text_json_and_page(
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert data["prompt"] == "</script><b>abcabcabc"
     assert len(data["steps"]) == len(steps)
+
+
+def test_options_for_sampling_stops_and_constraints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: str, tmp_path: Path
+) -> None:
+    def answer(*options: str) -> dict[str, Any]:
+        arguments = ("generate", "abc", "--raw", "--json", "--model", saved, "--max-new-tokens", "12")
+        assert run(monkeypatch, *arguments, *options) == 0
+        record: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return record
+
+    sampled = (
+        "--temperature",
+        "1.5",
+        "--top-k",
+        "0",
+        "--top-p",
+        "0.9",
+        "--min-p",
+        "0.01",
+        "--repetition-penalty",
+        "1.1",
+    )
+    first = answer(*sampled, "--seed", "1")
+    assert answer(*sampled, "--seed", "1", "--strategy", "none")["token_ids"] == first["token_ids"]
+    assert answer(*sampled, "--seed", "2")["token_ids"] != first["token_ids"]
+    greedy = answer()
+    assert answer("--temperature", "0")["token_ids"] == greedy["token_ids"]
+    assert len(answer("--regex", "[a-z]{4}")["text"]) == 4
+    (tmp_path / "schema").write_text('{"enum": ["yes", "no"]}')
+    assert answer("--json-schema", str(tmp_path / "schema"))["text"] in ('"yes"', '"no"')
+    assert answer("--regex", "[a-z]{9}xyz", "--stop", "zz", "--stop", "x")["text"].endswith("x")
+    arguments = ("compare", "abc", "--raw", "--json", "--model", saved, "--max-new-tokens", "12", *sampled)
+    assert run(monkeypatch, *arguments) == 0
+    assert json.loads(capsys.readouterr().out)["identical"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--json-schema", "./nowhere.json"], "nowhere.json cannot be read"),
+        (["--regex", "("], "The constraint cannot be used"),
+        (["--temperature", "-1"], "A generation argument cannot be used"),
+    ],
+)
+def test_bad_options_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: str, options: list[str], sentence: str
+) -> None:
+    assert run(monkeypatch, "generate", "abc", "--raw", "--model", saved, *options) == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())

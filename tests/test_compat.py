@@ -140,6 +140,15 @@ def test_pia_reports_what_it_reported(name: str, folder: Path, model: PreTrained
             assert set(reported["edls"]) == set(reported["dls"]) == {1}
 
 
+@pytest.mark.parametrize("rows", [2, 5])
+def test_pia_counts_the_root_among_the_rows(folder: Path, model: PreTrainedModel, rows: int) -> None:
+    fast = pia.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    fast.lookahead_cache.put(decode(model))
+    wanted = {"use_lookahead": True, "decoding_length": rows, "branch_length": 8}
+    out = fast.generate(PROMPT, max_new_tokens=30, pad_token_id=0, return_dict_in_generate=True, decoding_kwargs=wanted)
+    assert max(out.kwargs["dls"]) == max(out.kwargs["edls"]) == rows
+
+
 def test_pia_batches_and_sampling(folder: Path, model: PreTrainedModel) -> None:
     fast = pia.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     ids = torch.tensor([[0, 0, 0, *random_prompts(6)[0]], random_prompts(9)[0]])

@@ -151,6 +151,15 @@ def test_dict_outputs(pair: Pair, inputs: dict[str, torch.Tensor], do_sample: bo
                 same(a.values, b.values)
 
 
+def test_the_cache_of_a_padded_prompt_has_its_padding(pair: Pair) -> None:
+    ids = torch.cat([torch.full((1, 3), PAD, device=DEVICE), one()], -1)
+    mask = torch.tensor([[0] * 3 + [1] * 12], device=DEVICE)
+    arguments = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
+    expected, got = pair.both(ids, attention_mask=mask, **arguments)
+    for a, b in zip(expected.past_key_values.layers, got.past_key_values.layers, strict=True):
+        same(a.keys[:, :, 3:], b.keys[:, :, 3:])
+
+
 def test_only_what_was_asked_for_comes_back(pair: Pair) -> None:
     _, got = pair.both(one(), max_new_tokens=5, return_dict_in_generate=True)
     assert got.scores is None
@@ -352,10 +361,12 @@ class Recorder(BaseStreamer):
 def test_a_streamer_gets_what_transformers_gives_it(pair: Pair, inputs: dict[str, torch.Tensor]) -> None:
     for how in ({}, {"custom_generate": lookfar.generate}):
         theirs, ours = Recorder(), Recorder()
-        pair.plain.generate(**inputs, max_new_tokens=20, do_sample=False, streamer=theirs)
+        arguments = {**inputs, "max_new_tokens": 20, "do_sample": False, "eos_token_id": list(range(30, 45))}
+        out = pair.plain.generate(**arguments, streamer=theirs)
         model = pair.plain if how else pair.fast
-        model.generate(**inputs, max_new_tokens=20, do_sample=False, streamer=ours, **how)
+        model.generate(**arguments, streamer=ours, **how)
         assert ours.got == theirs.got
+        assert len(inputs) == 1 or PAD in out[:, -1]  # some row ended before the others
     lookfar.restore(pair.plain)
 
 
@@ -395,6 +406,14 @@ def test_prompts_as_embeddings(family: str) -> None:
             )
 
 
+def test_long_prompts_as_embeddings_are_read_in_pieces(llama: PreTrainedModel) -> None:
+    fast = lookfar.accelerate(copy.deepcopy(llama), prefill_rows=8)
+    embeds = torch.randn(2, 30, 32, dtype=llama.dtype, device=DEVICE)
+    arguments = {"attention_mask": torch.ones(2, 30, device=DEVICE), "max_new_tokens": 9, "pad_token_id": 0}
+    expected = llama.generate(inputs_embeds=embeds, **arguments)
+    same(expected, fast.generate(inputs_embeds=embeds, **arguments))
+
+
 def test_going_on_from_a_cache(pair: Pair) -> None:
     """A chat: every turn continues from the keys and values of the last one, whoever made them."""
     for order in ("ours", "theirs"):
@@ -412,6 +431,15 @@ def test_going_on_from_a_cache(pair: Pair) -> None:
             text = torch.cat([expected.sequences, one(4, seed=turn)], -1)
         whole = pair.plain.generate(text, max_new_tokens=6)
         same(whole, pair.fast.generate(text, past_key_values=cache, max_new_tokens=6))
+
+
+def test_going_on_from_a_cache_that_another_model_filled(pair: Pair) -> None:
+    out = pair.plain.generate(one(), max_new_tokens=6, return_dict_in_generate=True)
+    text = torch.cat([out.sequences, one(4)], -1)
+    stranger = lookfar.accelerate(copy.deepcopy(pair.plain))  # its slots hold nothing of this text
+    got = stranger.generate(text, past_key_values=copy.deepcopy(out.past_key_values), max_new_tokens=12)
+    assert lookfar.last_stats(stranger).reused_tokens == 17
+    same(pair.plain.generate(text, past_key_values=out.past_key_values, max_new_tokens=12), got)
 
 
 def test_a_cache_of_ones_own_is_filled_in_place(pair: Pair) -> None:

@@ -129,3 +129,25 @@ def test_runners_up_are_candidates_for_the_first_place_only() -> None:
     forest = grow_forest(offers, NO_SUCCESSORS, Calibration(SOURCES), 30, room(30), 0.0)
     assert {(8,), (9,)} <= set(paths(forest, 0))
     assert not {path for path in paths(forest, 0) if len(path) > 1 and path[-1] in (8, 9)}
+
+
+def test_remembered_predictions_are_ranked_with_the_noise_they_meet() -> None:
+    """argmax(p / noise): a little noise makes a token win, whatever its rank was."""
+    successors = Successors(40, 16)
+    ids, logits = np.array([[7, 8, 9]], np.int32), np.array([[2.0, 1.5, 1.0]], np.float32)
+    successors.learn(np.array([2], np.int32), np.array([3], np.int32), ids, logits)  # after the root of `offers_of`
+    offers = offers_of([[]], limit=1)
+    blind = paths(grow_forest(offers, successors, Calibration(SOURCES), 9, room(9), 0.0), 0)
+    assert blind == [(7,), (8,), (9,)]
+    for lucky in (7, 8, 9):
+        coming = np.ones((2, 4, 40), np.float32)
+        coming[1, 5 % 4, lucky] = 0.01  # row 1, place 5
+        coming[1, 2, 7 + (lucky - 6) % 3] = 1e-6  # other places do not matter
+        offers.luck = Luck(coming, np.array([1], np.int32), np.array([5], np.int32), np.ones(1, np.float32))
+        ranked = paths(grow_forest(offers, successors, Calibration(SOURCES), 9, room(9), 0.0), 0)
+        assert ranked[0] == (lucky,)
+    offers.luck = Luck.unknown(1)
+    offers.luck.heats[0] = 0.05  # nearly greedy: the best is nearly sure
+    cold = grow_forest(offers, successors, Calibration(SOURCES), 9, room(9), 0.0)
+    warm = grow_forest(offers_of([[]], limit=1), successors, Calibration(SOURCES), 9, room(9), 0.0)
+    assert cold.scores[cold.picked[0]] > warm.scores[warm.picked[0]]

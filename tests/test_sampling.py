@@ -13,6 +13,7 @@ from conftest import random_prompts, random_state
 from families import DEVICE, tiny_model
 from lookfar import LM, Lookahead
 from lookfar.errors import RequestError
+from lookfar.penalties import EmittedPenalty
 
 FAMILIES = ["llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_neox", "phi", "mixtral", "bloom", "olmo2"]
 SETTINGS: list[dict[str, Any]] = [
@@ -175,6 +176,13 @@ def test_penalties_on_what_was_emitted(lm: LM) -> None:
         assert token == int(logits.argmax())
         text.append(token)
     assert tokens != lm.generate(prompt, max_new_tokens=20).token_ids
+
+
+def test_penalties_do_not_count_the_prompt() -> None:
+    ids = torch.tensor([[5, 6, 5, 7, 7], [7, 7, 3, 3, 3]])
+    scores = EmittedPenalty(2, presence=1.0, frequency=0.25)(ids, torch.zeros(2, 9))
+    assert scores[0].tolist() == [0, 0, 0, 0, 0, -1.25, 0, -1.5, 0]
+    assert scores[1].tolist() == [0, 0, 0, -1.75, 0, 0, 0, 0, 0]
 
 
 def chi_square(counts: list[int], probabilities: list[float], draws: int) -> tuple[float, int]:

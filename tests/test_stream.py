@@ -279,6 +279,25 @@ def test_nothing_is_gone_on_from_after_a_broken_step(llama: PreTrainedModel) -> 
     assert done.token_ids == LM(llama).generate([*prompt, 7, 8], max_new_tokens=5).token_ids
 
 
+def test_nothing_is_gone_on_from_after_a_broken_admission(llama: PreTrainedModel, monkeypatch: Any) -> None:
+    """A text that moves into a slot takes the place of one that was kept there."""
+    lm = LM(llama, max_batch=2)
+    first, second = random_prompts(12, 14)
+    lm.generate([first, second], max_new_tokens=5)
+    move = lm.engine.cache.move
+
+    def broken(*arguments: int) -> None:
+        move(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lm.engine.cache, "move", broken)
+    with pytest.raises(KeyboardInterrupt):
+        lm.generate([*second, 5, 6], max_new_tokens=5, reuse=True)
+    monkeypatch.setattr(lm.engine.cache, "move", move)
+    done = lm.generate([*first, 5, 6], max_new_tokens=9, reuse=True)
+    assert done.token_ids == LM(llama).generate([*first, 5, 6], max_new_tokens=9).token_ids
+
+
 def test_the_cache_grows_under_a_running_stream(llama: PreTrainedModel) -> None:
     engine = Engine(BoundModel(llama))
     prompts = random_prompts(9, 30, 50, 6)

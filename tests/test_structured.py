@@ -99,6 +99,19 @@ def test_batches_follow_the_constraint_row_by_row(lm: LM) -> None:
     assert lookfar.last_stats(fast).drafters["grammar"].accepted > 10
 
 
+def test_rows_of_a_batch_that_end_at_different_times(lm: LM) -> None:
+    fast = lookfar.accelerate(copy.deepcopy(lm.model))
+    batch = lm.tokenizer(["Tell me.", "And now?", "No, yes."], return_tensors="pt")
+    for seed in range(4):
+        outs = []
+        for model in (lm.model, fast):
+            torch.manual_seed(seed)
+            processors = LogitsProcessorList([constrain(lm.tokenizer, regex="[ab]{1,9}")])
+            arguments = {"max_new_tokens": 20, "do_sample": True, "logits_processor": processors}
+            outs.append(model.generate(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **arguments))
+        assert torch.equal(*outs)
+
+
 def test_a_processor_can_be_used_for_another_prompt(lm: LM) -> None:
     processor = constrain(lm.tokenizer, regex="[0-9]{5}")
     for text in ("A longer prompt.", "Short.", "A prompt that is longer again."):
