@@ -61,11 +61,15 @@ def pick_all(processors: LogitsProcessorList | None, draws: Draws, places: Ints,
     return pick(scores, torch.stack([of_place[place] for place in places.tolist()]))
 
 
+def shared(a: Seq[int], b: Seq[int]) -> int:
+    """How many tokens two texts begin with in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def first_difference(a: Seq[int], b: Seq[int]) -> int | None:
     """Where two outputs part; None if they are the same."""
-    if list(a) == list(b):
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    same = shared(a, b)
+    return None if same == len(a) == len(b) else same
 
 
 def margin_after(model: PreTrainedModel, ids: Seq[int]) -> float:

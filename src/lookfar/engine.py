@@ -19,6 +19,7 @@ import numpy as np
 from lookfar.arrays import Ints
 from lookfar.budget import CostCurve
 from lookfar.cache import SlotCache
+from lookfar.choose import shared
 from lookfar.costs import keep_refined, step_costs
 from lookfar.drafters.base import Outcome, Predictions
 from lookfar.errors import CapacityError, ConfigError, LookfarError
@@ -151,14 +152,14 @@ class Engine:
         top = (SAMPLED_TOP if sampled else TOP) if any(sequence.wants_predictions for sequence in group) else 0
         walks, answers = verify(plan, group, logits, top)
         verified = perf_counter()
-        for i, (sequence, walk) in enumerate(zip(group, walks, strict=True)):
-            start = sequence.cached
-            self.cache.commit(first_slot + i, start, self._advance(plan, i, sequence, walk, answers))
+        starts = [sequence.cached for sequence in group]
+        kept = [self._advance(plan, i, sequence, walks[i], answers) for i, sequence in enumerate(group)]
         ended = perf_counter()
         for i, (sequence, walk) in enumerate(zip(group, walks, strict=True)):
+            self.cache.commit(first_slot + i, starts[i], kept[i])
             sequence.stats.host_seconds += (planned - began + ended - verified) / len(group)
             if walk is not None:
-                done = Progress(sequence, plan.sequences[i], walk.tokens, walk.nodes, ended - began)
+                done = Progress(sequence, plan.sequences[i], walk.tokens, walk.nodes, perf_counter() - began)
                 self._callers[first_slot + i].progress.append(done)
         self._retire()
         if self.costs is not None and all(len(rows.chain) == 1 for rows in plan.sequences):
@@ -172,7 +173,7 @@ class Engine:
             sequence.cached = self.cache.load(slot, request.past)
         elif request.reuse and self._left:
             source, known = max(
-                ((left, _shared(text, request.prompt)) for left, text in self._left.items()), key=lambda found: found[1]
+                ((left, shared(text, request.prompt)) for left, text in self._left.items()), key=lambda found: found[1]
             )
             sequence.cached = min(known, len(request.prompt) - 1)  # the last token's logits are needed
             if source != slot:
@@ -282,11 +283,6 @@ class Engine:
 
     def _limit_is_ours(self) -> bool:
         return self.max_length != self.model.support.max_positions
-
-
-def _shared(a: list[int], b: list[int]) -> int:
-    """How many tokens two texts begin with in common."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _brought_by_riders(sequence: Sequence, rows: SequencePlan, accepted: list[int]) -> int | None:

@@ -18,6 +18,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from lookfar.arrays import Bools
+from lookfar.choose import shared
 from lookfar.config import Strategy
 from lookfar.drafters.base import Drafter, Outcome, Proposal
 from lookfar.errors import RequestError
@@ -91,13 +92,12 @@ class Follower:
 
     def go_to(self, tokens: list[int]) -> bool:
         """Read a text from its beginning; False if it is over, by an end token or because it broke the rules."""
-        shared = next((i for i, (a, b) in enumerate(zip(self._read, tokens, strict=False)) if a != b), None)
-        shared = min(len(self._read), len(tokens)) if shared is None else shared
-        if shared < len(self._read):
-            self.matcher.rollback(len(self._read) - shared)
-        new = tokens[shared:]
+        same = shared(self._read, tokens)
+        if same < len(self._read):
+            self.matcher.rollback(len(self._read) - same)
+        new = tokens[same:]
         read = self.matcher.try_consume_tokens(new) if new else 0
-        self._read = tokens[: shared + read]
+        self._read = tokens[: same + read]
         return read == len(new) and not self.grammar.end_ids.intersection(self._read[-1:])
 
     def allowed(self) -> Bools:
@@ -184,7 +184,7 @@ def constrain(
     regex: str | None = None,
     grammar: str | None = None,
 ) -> Constrained:
-    """A logits processor for `model.generate(logits_processor=[…])`, plain or accelerated."""
+    """A logits processor for `model.generate(logits_processor=[…])`, plain or accelerated; make one for each call."""
     return Constrained(Grammar.of(tokenizer, json_schema=json_schema, regex=regex, grammar=grammar))
 
 

@@ -119,8 +119,11 @@ def load_model(
     pack: bool | None = None,
 ) -> LM:
     """Load a model for a command."""
+    from transformers import logging
+
     from lookfar.loading import load
 
+    logging.set_verbosity_error()  # its advice would stand in the middle of an answer
     return load(name, device=device, dtype=dtype, max_batch=1, max_length=max_length, store=store, pack=pack)
 
 
