@@ -4,8 +4,8 @@
     python benchmarks/cpu_speed.py --data DIR --suites random --limit 10
 
 Memory is empty at the start of a suite and kept from prompt to prompt (`--fresh`: never kept). `random` are prompts of
-random tokens decoded at temperature 2 (the noise of every place is fixed, so all three contestants draw the same
-tokens): nothing can be guessed there. Speed-ups are medians over prompts. Prints a table and one JSON line.
+random tokens sampled at temperature 2, prompt i with seed i: hardly anything can be guessed there. Speed-ups are
+medians over prompts. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -19,31 +19,15 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from prompts import read_prompts
+from prompts import generate, read_prompts
 from rich.console import Console
 from rich.table import Table
-from transformers import LogitsProcessor, LogitsProcessorList
 
 import lookfar
-from lookfar.config import default_budget, parse_strategy
 from lookfar.progress import bar
-from lookfar.sequence import Request
 from lookfar.stats import Stats, add_up, is_natural
 
 CONTESTANTS = ("generate", "none", "auto")
-
-
-class Noise(LogitsProcessor):
-    """Sampling as an argmax: the noise of a place depends on the prompt's number and the place alone."""
-
-    def __init__(self, temperature: float, number: int) -> None:
-        self.temperature = temperature
-        self.number = number
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        seed = 100_000 * self.number + input_ids.shape[1]
-        drawn = torch.rand(scores.shape[-1], generator=torch.Generator().manual_seed(seed))
-        return scores / self.temperature - torch.log(-torch.log(drawn.clamp(1e-9, 1 - 1e-7)))
 
 
 def random_prompts(lm: lookfar.LM, count: int) -> list[list[int]]:
@@ -52,22 +36,14 @@ def random_prompts(lm: lookfar.LM, count: int) -> list[list[int]]:
 
 
 def decode(
-    lm: lookfar.LM, name: str, prompt: list[int], new: int, processors: LogitsProcessorList | None
+    lm: lookfar.LM, name: str, prompt: list[int], new: int, seed: int, arguments: dict[str, Any]
 ) -> tuple[list[int], float, Stats]:
     """One contestant on one prompt: its tokens, its seconds and what it counted."""
-    start = perf_counter()
     if name == "generate":
-        ids = torch.tensor([prompt])
-        more = {"logits_processor": processors} if processors else {}
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False}
-        tokens = lm.model.generate(ids, **options, **more)[0, len(prompt) :].tolist()
-        return tokens, perf_counter() - start, Stats()
-    strategies = parse_strategy(name)
-    eos = lm.model.generation_config.eos_token_id
-    stop = frozenset([eos] if isinstance(eos, int) else eos or ())
-    request = Request(prompt, new, stop, strategies, processors, default_budget(strategies))
-    done = lm.engine.run([request])[0]
-    return done.output, perf_counter() - start, done.stats
+        return *generate(lm, prompt, new, seed, **arguments), Stats()
+    start = perf_counter()
+    done = lm.generate(prompt, max_new_tokens=new, strategy=name, seed=seed, **arguments)
+    return done.token_ids, perf_counter() - start, done.stats
 
 
 def main() -> None:
@@ -88,21 +64,21 @@ def main() -> None:
     }
     for suite in options.suites.split(","):
         noisy = suite == "random"
+        arguments = {"temperature": 2.0, "top_k": 0} if noisy else {}
         prompts = (
             random_prompts(lm, options.limit)
             if noisy
             else read_prompts(lm, options.data / f"{suite}.jsonl", options.limit)
         )
         for name in CONTESTANTS:  # the first passes of a process are slow
-            decode(lm, name, prompts[0], 8, None)
+            decode(lm, name, prompts[0], 8, 0, {})
         lm.forget()
         rows = []
         with bar(suite, len(prompts)) as advance:
-            for number, prompt in enumerate(prompts):
+            for seed, prompt in enumerate(prompts):
                 if options.fresh:
                     lm.forget()
-                processors = LogitsProcessorList([Noise(2.0, number)]) if noisy else None
-                rows.append({n: decode(lm, n, prompt, options.max_new_tokens, processors) for n in CONTESTANTS})
+                rows.append({n: decode(lm, n, prompt, options.max_new_tokens, seed, arguments) for n in CONTESTANTS})
                 advance(1)
         report["suites"][suite] = {
             "all": summary(rows),

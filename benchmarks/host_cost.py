@@ -22,10 +22,10 @@ from lookfar import verify
 from lookfar.cache import SlotCache
 from lookfar.config import Trie, parse_strategy
 from lookfar.drafters.trie import TrieDrafter
-from lookfar.engine import Engine
+from lookfar.engine import Call, Engine
 from lookfar.index import LONGEST
 from lookfar.memory import Memory
-from lookfar.sequence import Request, Sequence
+from lookfar.sequence import Request
 from lookfar.store import Store
 
 VOCAB, CONTEXT, STORED = 49152, 2000, 1_000_000
@@ -52,7 +52,7 @@ class MadeUpModel:
     vocab_size = VOCAB
     support = SimpleNamespace(max_positions=None, trees=True, tree_limit=None)
 
-    def forward(self, plan: Any, cache: SlotCache) -> tuple[np.ndarray, np.ndarray]:
+    def forward(self, plan: Any, cache: SlotCache, embeds: Any) -> tuple[np.ndarray, np.ndarray]:
         tokens = plan.tokens[0, plan.kept]
         logits = 10.0 - np.arange(8) + 3 * np.random.default_rng(len(tokens)).random((len(tokens), 8))
         best = np.argsort(-logits, 1)
@@ -70,8 +70,8 @@ def step_cost(budget: int, store: Store, steps: int = 200) -> dict[str, float]:
     engine.cache = SlotCache(1, 2 * CONTEXT)
     prompt = made_up_text(CONTEXT, seed=2).tolist()
     request = Request(prompt, 10**6, strategies=parse_strategy("auto"), budget=budget, remember=False)
-    sequence = Sequence(request, 0, memory)
-    engine.active = [sequence]
+    engine._admit(Call(), 0, request)
+    sequence = engine.active[0]
     times = []
     for step in range(steps + 40):
         before = sequence.stats.host_seconds

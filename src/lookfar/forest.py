@@ -329,22 +329,20 @@ def read_table(ids, logits, row, slate, count, column, heat, noise):  # type: ig
     """Add a row of predictions to the children with their levels. Returns the best level too; -1: nothing is known."""
     if row < 0 or ids[row, 0] < 0:
         return count, -1
-    best, total = np.float32(-np.inf), np.float32(0.0)
-    width = ids.shape[1] if len(noise) else min(TOP, ids.shape[1])
+    best, total, width = np.float32(-np.inf), np.float32(0.0), 0
+    most = ids.shape[1] if len(noise) else min(TOP, ids.shape[1])
+    while width < most and ids[row, width] >= 0:
+        best = max(best, worth(ids[row, width], logits[row, width], heat, noise))
+        width += 1
     for i in range(width):
-        if ids[row, i] >= 0:
-            best = max(best, worth(ids[row, i], logits[row, i], heat, noise))
+        total += np.exp(worth(ids[row, i], logits[row, i], heat, noise) - best)
     for i in range(width):
-        if ids[row, i] >= 0:
-            total += np.exp(worth(ids[row, i], logits[row, i], heat, noise) - best)
-    for i in range(width):
-        if ids[row, i] >= 0:
-            share = np.exp(worth(ids[row, i], logits[row, i], heat, noise) - best) / total
-            if len(noise) and share < HOPELESS:
-                continue
-            child, count = add_child(slate, count, ids[row, i])
-            if child >= 0:
-                slate[child, column] = 1 + level_of(share)
+        share = np.exp(worth(ids[row, i], logits[row, i], heat, noise) - best) / total
+        if len(noise) and share < HOPELESS:
+            continue
+        child, count = add_child(slate, count, ids[row, i])
+        if child >= 0:
+            slate[child, column] = 1 + level_of(share)
     return count, level_of(1.0 / total)
 
 

@@ -132,7 +132,7 @@ def _luck(sequences: Seq[Sequence]) -> Luck:
     luck = Luck.unknown(len(sequences))
     sampled = [(i, s.request.draws) for i, s in enumerate(sequences) if s.request.draws is not None]
     for i, _ in sampled:
-        luck.heads[i], luck.heats[i] = len(sequences[i].output), sequences[i].temperature
+        luck.heads[i], luck.heats[i] = sequences[i].emitted, sequences[i].temperature
     noises = {draws.noise for _, draws in sampled}
     # Nothing is known before the first draw, nor of two calls with generators of their own that share a step.
     if len(noises) == 1 and (noise := noises.pop()).width:

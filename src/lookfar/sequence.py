@@ -100,6 +100,10 @@ class Sequence:
         return self.ids[len(self.request.prompt) :]
 
     @property
+    def emitted(self) -> int:
+        return len(self.ids) - len(self.request.prompt)
+
+    @property
     def remaining(self) -> int:
         return self.request.length - len(self.ids)
 
@@ -122,7 +126,7 @@ class Sequence:
         scores = scores_after(request.processors, self._seen + tokens, logits)
         noise = None
         if request.draws is not None:
-            noise = request.draws.at(len(self.output) + len(tokens), scores.shape[-1])
+            noise = request.draws.at(self.emitted + len(tokens), scores.shape[-1])
         if request.keep_scores:
             self.scores.append(scores[0])
         if request.keep_logits:
@@ -146,7 +150,7 @@ class Sequence:
         self._seen += tokens
         self.finish_reason = finish_reason
         if self.request.draws is not None:
-            self.request.draws.go_on(len(self.output))
+            self.request.draws.go_on(self.emitted)
         self.stats.step_sizes.append(len(tokens))
         self.stats.seconds = perf_counter() - self._started
 

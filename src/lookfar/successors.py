@@ -16,7 +16,7 @@ SAMPLED_TOP = 24  # the same for sampled texts, where the noise says which of th
 class Tables(NamedTuple):
     """The arrays behind `Successors`, as compiled code takes them."""
 
-    token_ids: Int32s  # [vocabulary, top] best first, -1 for none
+    token_ids: Int32s  # [vocabulary, top] best first, -1 behind the last one
     token_logits: Floats
     pair_keys: Ints  # [pairs] which pair a slot holds, -1 for none; a power of two of them
     pair_ids: Int32s  # [pairs, top]
@@ -67,8 +67,8 @@ def remember(tables, before, tokens, top_ids, top_logits):  # type: ignore[no-un
 
 @jit
 def put(ids, logits, top_ids, top_logits):  # type: ignore[no-untyped-def]
-    for k in range(len(ids)):
-        if k < len(top_ids):
-            ids[k], logits[k] = top_ids[k], top_logits[k]
-        else:
-            ids[k] = -1
+    """Fill a row; -1 ends it, and what is behind that is never read."""
+    for k in range(len(top_ids)):
+        ids[k], logits[k] = top_ids[k], top_logits[k]
+    if len(top_ids) < len(ids):
+        ids[len(top_ids)] = -1

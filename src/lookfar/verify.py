@@ -104,6 +104,6 @@ def _draw_all(plan: Plan, place: int, sequence: Sequence, logits: torch.Tensor) 
     if logits.device.type == "cpu" or request.draws is None or keeps or not sequence.history_free:
         return None
     where = np.searchsorted(plan.kept, np.arange(rows.root_row, rows.node_row(len(rows.tree))))
-    places = len(sequence.output) + np.concatenate([[0], rows.tree.depths])
+    places = sequence.emitted + np.concatenate([[0], rows.tree.depths])
     kept = logits[place, torch.from_numpy(where).to(logits.device)]
     return pick_all(request.processors, request.draws, places, kept)
