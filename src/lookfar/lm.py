@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lookfar.config import Budget, StrategySpec, check_budget, default_budget, parse_strategy
+from lookfar.config import Budget, Strategy, StrategySpec, check_budget, default_budget, parse_strategy
 from lookfar.engine import Engine
 from lookfar.errors import LookfarWarning, ModelError, RequestError
 from lookfar.fallback import decode_plainly, stream_plainly
@@ -131,7 +131,7 @@ class LM:
         """
         requests, single = self.requests(prompt, **options)
         done = self._run(requests, on_tokens, on_step)
-        _settle(requests, [len(sequence.output) for sequence in done])
+        settle(requests, [len(sequence.output) for sequence in done])
         completions = [self._completion(sequence) for sequence in done]
         return completions[0] if single else completions
 
@@ -206,9 +206,7 @@ class LM:
         those of `model.generate`.
         """
         prompts, single = _as_prompts(prompt)
-        strategies = self.strategy if strategy is None else parse_strategy(strategy)
-        check_budget(budget)
-        rows = budget or (self.budget if strategy is None else None) or default_budget(strategies)
+        strategies, rows = self.how_to_guess(strategy, budget)
         if max_new_tokens is None and arguments.get("max_length") is None:
             max_new_tokens = 128
         if seed is not None and generator is not None:
@@ -240,6 +238,12 @@ class LM:
             self.engine.check(request)
             requests.append(request)
         return requests, single
+
+    def how_to_guess(self, strategy: StrategySpec, budget: Budget) -> tuple[tuple[Strategy, ...], Budget]:
+        """The strategies and the budget of a call; what it leaves open is as it was when the LM was made."""
+        strategies = self.strategy if strategy is None else parse_strategy(strategy)
+        check_budget(budget)
+        return strategies, budget or (self.budget if strategy is None else None) or default_budget(strategies)
 
     def _run(self, requests: list[Request], on_tokens: OnTokens | None, on_step: OnStep | None) -> list[Sequence]:
         """Decode with the engine what it can take, and the rest plainly with transformers."""
@@ -277,7 +281,7 @@ class LM:
                 if last.finish_reason is None:  # ended by a criterion, which is known after the token only
                     yield chunk(sequence, i, [], [])
         finally:
-            _settle(requests, lengths)
+            settle(requests, lengths)
 
     def _split(self, requests: list[Request]) -> tuple[list[int], list[int]]:
         """Which requests the engine can take, and which transformers decodes."""
@@ -326,7 +330,7 @@ def _as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
     raise RequestError("A list of prompts holds texts or lists of token ids, and nothing else.")
 
 
-def _settle(requests: list[Request], lengths: list[int]) -> None:
+def settle(requests: list[Request], lengths: list[int]) -> None:
     """Leave the random generator where `generate` leaves it: it draws for all until the last one is done."""
     if requests[0].draws is not None:
         requests[0].draws.noise.settle(max(lengths))

@@ -15,12 +15,13 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerationConfig
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from lookfar.config import Budget, StrategySpec, check_budget, default_budget, parse_strategy
+from lookfar.config import Budget, StrategySpec, check_budget, parse_strategy
 from lookfar.errors import RequestError
 from lookfar.generation import ACCELERATED
 from lookfar.integrations.asked import Asked, NotOursError
 from lookfar.integrations.attached import PLACE, Attached, attached
 from lookfar.integrations.outputs import Lockstep, pad_token, result
+from lookfar.lm import settle
 from lookfar.loops import is_accelerated, names_of, own_loop
 
 
@@ -64,10 +65,7 @@ def generate(
         asked.check_model()
         lm = kept.lm_of(model)
         asked.check_call(lm)
-        strategies = lm.strategy if strategy is None else parse_strategy(strategy)
-        check_budget(budget)
-        rows = budget or (lm.budget if strategy is None else None) or default_budget(strategies)
-        requests = asked.requests(lm, strategies, rows)
+        requests = asked.requests(lm, *lm.how_to_guess(strategy, budget))
     except NotOursError as reason:
         kept.stats = []
         kept.warn(model, str(reason))
@@ -75,8 +73,7 @@ def generate(
     lm.engine.max_batch = max(lm.engine.max_batch, len(requests))
     told = Lockstep(streamer, len(requests), pad_token(asked)) if streamer is not None else None
     done = lm.engine.run(requests, told, kept.on_step)
-    if requests[0].draws is not None:
-        requests[0].draws.noise.settle(max(len(sequence.output) for sequence in done))
+    settle(requests, [sequence.emitted for sequence in done])
     if streamer is not None:
         streamer.end()
     kept.stats = [sequence.stats for sequence in done]
