@@ -288,3 +288,13 @@ def test_a_model_without_a_text_head_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="no causal language model"):
         lookfar.load(str(tmp_path))
+
+
+def test_a_model_without_a_generate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    expected = lookfar.LM(model).generate([5, 6, 7], max_new_tokens=9).token_ids
+    monkeypatch.setattr(type(model), "can_generate", classmethod(lambda cls: False))
+    assert lookfar.LM(model).generate([5, 6, 7], max_new_tokens=9).token_ids == expected
+    for name, value in {"temperature": 0.5, "regex": "a", "logits_processor": [print]}.items():
+        with pytest.raises(RequestError, match=f"{name} needs a model with a generate of its own"):
+            lookfar.LM(model).generate([5, 6, 7], **{name: value})

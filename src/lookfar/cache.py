@@ -95,10 +95,14 @@ class SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        while len(self.layers) <= layer_idx:
+        return self._layer(layer_idx).update(key_states, value_states)
+
+    def _layer(self, index: int) -> SlotLayer:
+        """A layer, made when it is first asked for."""
+        while len(self.layers) <= index:
             self.layers.append(SlotLayer(self))
-        layer: SlotLayer = self.layers[layer_idx]
-        return layer.update(key_states, value_states)
+        layer: SlotLayer = self.layers[index]
+        return layer
 
     def write(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Put the step's rows ([batch, heads, rows, dim]) into a layer's buffer; return what the rows may look at."""
@@ -136,9 +140,7 @@ class SlotCache(Cache):
         for index, layer in enumerate(past.layers):
             if layer.is_initialized and layer.keys.shape[-2]:
                 length = layer.keys.shape[-2]
-                while len(self.layers) <= index:
-                    self.layers.append(SlotLayer(self))
-                own = self.layers[index]
+                own = self._layer(index)
                 if not own.is_initialized:
                     own.lazy_initialization(layer.keys, layer.values)
                 own.keys[slot, :, :length], own.values[slot, :, :length] = layer.keys[0], layer.values[0]

@@ -35,13 +35,18 @@ def scores_after(processors: LogitsProcessorList | None, text: Seq[int], logits:
     return made
 
 
+def odds(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Whoever has the highest is drawn."""
+    return torch.softmax(scores, -1) / noise.to(scores.device)
+
+
 def pick(scores: torch.Tensor, noise: torch.Tensor | None) -> Ints:
     """The token of each row of scores; with its row of noise it is what `torch.multinomial` would draw."""
     if noise is None:
         best_tokens: Ints = scores.argmax(-1).cpu().numpy()
         return best_tokens
-    odds, tokens = (torch.softmax(scores, -1) / noise.to(scores.device)).max(-1)
-    if torch.isnan(odds).any():
+    chances, tokens = odds(scores, noise).max(-1)
+    if torch.isnan(chances).any():
         raise RequestError(
             "The scores to sample from hold no number: a logits processor forbids every token, or the logits are NaN."
         )

@@ -247,7 +247,8 @@ class Engine:
             sequence = self.active[slot]
             if sequence.finish_reason is not None:
                 if sequence.request.export:
-                    sequence.exported = self.cache.take(slot, 0, sequence.cached)
+                    # What came from the caller's own cache is still there; the last token was never fed.
+                    sequence.exported = self.cache.take(slot, sequence.stats.reused_tokens, len(sequence.ids) - 1)
                 self._callers[slot].unfinished -= 1
                 self._free(slot)
 

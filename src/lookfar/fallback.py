@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer, EosTokenCriteria, MaxLengthCriteria
 
+from lookfar.choose import odds
 from lookfar.loops import own_loop
 from lookfar.memory import Memory
 from lookfar.noise import Draws
@@ -46,8 +47,7 @@ class _Drawn(LogitsProcessor):
         self.prompt_length = prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        noise = self.draws.at(input_ids.shape[1] - self.prompt_length, scores.shape[-1])
-        return torch.softmax(scores, -1) / noise.to(scores.device)
+        return odds(scores, self.draws.at(input_ids.shape[1] - self.prompt_length, scores.shape[-1]))
 
 
 class _Until(StoppingCriteria):

@@ -69,6 +69,12 @@ def rules_for(
 def _rules(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: list[int], arguments: dict[str, Any]
 ) -> Rules:
+    if not model.can_generate():  # nothing of transformers' to go by
+        if extra := [name for name in arguments if name not in ("max_new_tokens", "do_sample")]:
+            raise RequestError(
+                f"{extra[0]} needs a model with a generate of its own, which {type(model).__name__} lacks."
+            )
+        return Rules(_whole(arguments["max_new_tokens"]), frozenset(), None, None, False)
     own_processors = arguments.pop("logits_processor", None) or LogitsProcessorList()
     own_criteria = arguments.pop("stopping_criteria", None) or StoppingCriteriaList()
     allowed = arguments.pop("prefix_allowed_tokens_fn", None)
@@ -124,16 +130,13 @@ def split_criteria(criteria: StoppingCriteriaList) -> tuple[frozenset[int], Stop
 
 
 def _config(model: PreTrainedModel, prompt_length: int, arguments: dict[str, Any]) -> GenerationConfig:
-    temperature = arguments.get("temperature")
-    if temperature == 0:  # everybody means the best token by that
+    if arguments.get("temperature") == 0:  # everybody means the best token by that
         del arguments["temperature"]
         arguments.setdefault("do_sample", False)
     arguments.setdefault("do_sample", any(arguments.get(name) is not None for name in ASK_FOR_SAMPLING))
     if arguments.get("max_new_tokens") is None and arguments.get("max_length") is not None:
         arguments["max_new_tokens"] = arguments.pop("max_length") - prompt_length
-    max_new_tokens = arguments["max_new_tokens"]
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise RequestError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}.")
+    max_new_tokens = _whole(arguments["max_new_tokens"])
     config, unknown = model._prepare_generation_config(None, **arguments)
     if unknown:
         raise RequestError(f"{next(iter(unknown))} is no generation argument; see GenerationConfig of transformers.")
@@ -149,3 +152,9 @@ def _config(model: PreTrainedModel, prompt_length: int, arguments: dict[str, Any
     if config.min_new_tokens:
         config.min_length = prompt_length + config.min_new_tokens
     return config
+
+
+def _whole(max_new_tokens: Any) -> int:
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise RequestError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}.")
+    return max_new_tokens

@@ -82,7 +82,7 @@ class Sequence:
 
     scores: list[torch.Tensor] = field(default_factory=list)  # of each emitted token, if they are to be kept
     logits: list[torch.Tensor] = field(default_factory=list)
-    exported: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # keys and values of each layer
+    exported: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # new keys and values of each layer
 
     def __post_init__(self) -> None:
         request = self.request

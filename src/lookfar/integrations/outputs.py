@@ -71,9 +71,8 @@ def _fill_cache(asked: Asked, done: list[Sequence], ids: torch.Tensor, steps: in
     if cache is None:
         return None
     if done[0].exported is not None:
-        start, end = asked.past_length, len(done[0].ids) - 1
         for layer, (keys, values) in enumerate(done[0].exported):
-            cache.update(keys[:, :, start:end], values[:, :, start:end], layer)
+            cache.update(keys, values, layer)
         return None
     return _forward(asked, ids[:, :-1], steps, cache)
 
