@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 from time import perf_counter
 
@@ -27,7 +27,8 @@ class CostCurve:
     shape alone decides how many rows pay.
     """
 
-    def __init__(self, seconds: dict[int, float]) -> None:
+    def __init__(self, seconds: dict[int, float], stepped: bool = False) -> None:
+        self.stepped = stepped  # captured steps have the next measured number of rows
         self.rows = np.array(sorted(seconds), dtype=np.float64)
         self.seconds = np.array([seconds[int(n)] for n in self.rows])
         self.drift = 1.0
@@ -42,6 +43,8 @@ class CostCurve:
             if len(self.rows) > 1:
                 slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
             beyond = np.maximum(wanted - self.rows[-1], 0) * max(slope, 0.0)
+            if self.stepped:
+                wanted = self.rows[np.searchsorted(self.rows, wanted).clip(max=len(self.rows) - 1)]
             self._table = (np.interp(wanted, self.rows, self.seconds) + beyond).astype(np.float32)
         return self._table
 
@@ -61,12 +64,12 @@ class CostCurve:
         self.refined += 1
 
 
-def measure(step: Callable[[int], None]) -> CostCurve:
+def measure(step: Callable[[int], None], sizes: Seq[int] = MEASURED, stepped: bool = False) -> CostCurve:
     """Measure a step of each size: the median of three after one to warm up, or just one where steps are slow."""
     seconds: dict[int, float] = {}
     step(1)  # whatever is done once (packing, compiling) is done here
     began = perf_counter()
-    for rows in MEASURED:
+    for rows in sizes:
         if len(seconds) > 1 and perf_counter() - began > PATIENCE:
             break
         times: list[float] = []
@@ -75,14 +78,14 @@ def measure(step: Callable[[int], None]) -> CostCurve:
             step(rows)
             times.append(perf_counter() - start)
         seconds[rows] = float(np.median(times[1:] or times))
-    return CostCurve(seconds)
+    return CostCurve(seconds, stepped)
 
 
-def read_curve(path: Path, key: str) -> CostCurve | None:
+def read_curve(path: Path, key: str, stepped: bool = False) -> CostCurve | None:
     """The curve kept for a model on a machine; None if there is none that can be read."""
     try:
         kept = json.loads(path.read_text())[_digest(key)]["seconds"]
-        return CostCurve({int(rows): float(seconds) for rows, seconds in kept.items()})
+        return CostCurve({int(rows): float(seconds) for rows, seconds in kept.items()}, stepped)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -108,22 +111,23 @@ def _digest(key: str) -> str:
 
 
 @jit
-def best_count(scores, owners, widths, costs, bonus):  # type: ignore[no-untyped-def]
+def best_count(scores, owners, widths, costs, bonus, packed=False):  # type: ignore[no-untyped-def]
     """How many of the candidates, best first, to feed, and the tokens per second expected then.
 
-    `widths` are the rows that each sequence feeds anyway; every sequence is padded to the widest. `bonus` is what
-    rows that are fed anyway bring later.
+    `widths` are the rows that each sequence feeds anyway; unless rows are packed, every sequence is padded to the
+    widest. `bonus` is what rows that are fed anyway bring later.
     """
     batch = len(widths)
     filled = widths.copy()
-    widest = filled.max()
+    widest, fed = filled.max(), filled.sum()
     gain = batch + bonus
-    best, best_rate = 0, gain / costs[min(batch * widest, len(costs) - 1)]
+    best, best_rate = 0, gain / costs[min(fed if packed else batch * widest, len(costs) - 1)]
     for i in range(len(scores)):
         gain += scores[i]
         filled[owners[i]] += 1
         widest = max(widest, filled[owners[i]])
-        rate = gain / costs[min(batch * widest, len(costs) - 1)]
+        fed += 1
+        rate = gain / costs[min(fed if packed else batch * widest, len(costs) - 1)]
         if rate > best_rate:
             best, best_rate = i + 1, rate
     return best, best_rate

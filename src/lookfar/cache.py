@@ -74,11 +74,13 @@ class SlotCache(Cache):
         self._offset: int | None = None  # where all rows of the step go, if it is one place for all sequences
         self._cells: Ints = np.zeros((0, 0), np.int64)  # [batch, rows] otherwise
         self._cells_on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._moves: dict[int, tuple[Ints, Ints]] = {}  # slot → cells to move, and where to
         self.kv_length = 0
         self.width = 0
 
     def begin(self, plan: Plan) -> None:
         """Say where the rows of the coming forward go."""
+        self.settle()
         self._slots_in_step = slice(plan.first_slot, plan.first_slot + plan.batch)
         self.kv_length, self.width = plan.kv_length, plan.width
         self._cells_on.clear()
@@ -95,9 +97,9 @@ class SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._layer(layer_idx).update(key_states, value_states)
+        return self.layer(layer_idx).update(key_states, value_states)
 
-    def _layer(self, index: int) -> SlotLayer:
+    def layer(self, index: int) -> SlotLayer:
         """A layer, made when it is first asked for."""
         while len(self.layers) <= index:
             self.layers.append(SlotLayer(self))
@@ -117,19 +119,31 @@ class SlotCache(Cache):
         return buffer[self._slots_in_step, :, : self.kv_length]
 
     def commit(self, slot: int, start: int, rows: Ints) -> None:
-        """Move the cells `start + rows` of a slot to `start, start + 1, …`."""
+        """Keep the cells `start + rows` of a slot as `start, start + 1, …`. Done before anybody reads them."""
         stay = np.arange(len(rows))
         moved = np.flatnonzero(rows != stay)
-        if not len(moved):
-            return
-        source, target = torch.from_numpy(start + rows[moved]), torch.from_numpy(start + stay[moved])
-        for layer in self.layers:
-            if layer.is_initialized:
-                for buffer in (layer.keys, layer.values):
-                    buffer[slot, :, target.to(buffer.device)] = buffer[slot, :, source.to(buffer.device)]
+        if len(moved):
+            self._moves[slot] = start + rows[moved], start + stay[moved]
+
+    def claim(self, slot: int, most: int) -> tuple[Ints, Ints] | None:
+        """Take over what is to be moved in a slot, from which cells and to which, if it is not too much."""
+        if slot in self._moves and len(self._moves[slot][0]) > most:
+            self.settle()
+        return self._moves.pop(slot, None)
+
+    def settle(self) -> None:
+        """Do all moves that are still to be done."""
+        for slot, (source, target) in self._moves.items():
+            for layer in self.layers:
+                if layer.is_initialized:
+                    for buffer in (layer.keys, layer.values):
+                        read, write = (torch.from_numpy(cells).to(buffer.device) for cells in (source, target))
+                        buffer[slot, :, write] = buffer[slot, :, read]
+        self._moves.clear()
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` cells of one slot to another."""
+        self.settle()
         for layer in self.layers:
             if layer.is_initialized:
                 for buffer in (layer.keys, layer.values):
@@ -137,10 +151,11 @@ class SlotCache(Cache):
 
     def load(self, slot: int, past: Cache) -> int:
         """Fill a slot from a plain cache of one sequence; returns how many tokens that were."""
+        self.settle()
         for index, layer in enumerate(past.layers):
             if layer.is_initialized and layer.keys.shape[-2]:
                 length = layer.keys.shape[-2]
-                own = self._layer(index)
+                own = self.layer(index)
                 if not own.is_initialized:
                     own.lazy_initialization(layer.keys, layer.values)
                 own.keys[slot, :, :length], own.values[slot, :, :length] = layer.keys[0], layer.values[0]
@@ -148,6 +163,7 @@ class SlotCache(Cache):
 
     def take(self, slot: int, start: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """A copy of some cells of every layer, each [1, heads, cells, head_dim]."""
+        self.settle()
         cells = slice(start, end)
         return [
             (layer.keys[slot, None, :, cells].clone(), layer.values[slot, None, :, cells].clone())
@@ -156,6 +172,7 @@ class SlotCache(Cache):
 
     def grown(self, slots: int, capacity: int) -> SlotCache:
         """A larger cache with the same contents."""
+        self.settle()
         larger = SlotCache(slots, capacity)
         for layer in self.layers:
             copy = SlotLayer(larger)

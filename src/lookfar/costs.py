@@ -7,41 +7,42 @@ import platform
 import numpy as np
 import torch
 
+from lookfar.answers import Steps
 from lookfar.budget import CostCurve, keep_curve, measure, read_curve
 from lookfar.cache import SlotCache
-from lookfar.choose import best, greedy
 from lookfar.demo import cache_dir
-from lookfar.model import BoundModel
 from lookfar.progress import bar
 from lookfar.successors import TOP
 from lookfar.tree import Plan, SequencePlan, TokenTree
 
 REFINED_ENOUGH = 1000  # steps
 CONTEXT = 256  # tokens before the measured steps; real steps correct for longer ones
+MEASURED_CELLS = CONTEXT + 256
 
 
-def step_costs(model: BoundModel) -> CostCurve:
+def step_costs(steps: Steps, cache: SlotCache | None = None) -> CostCurve:
     """The kept curve, or a new one."""
-    path, key = cache_dir() / "costs.json", machine_and_model(model)
-    curve = read_curve(path, key)
+    path, key = cache_dir() / "costs.json", machine_and_model(steps)
+    curve = read_curve(path, key, steps.room.packed)
     if curve is None:
         with bar("Measuring what a step costs (once for this model and machine)"):
-            curve = measure_model(model)
+            curve = measure_steps(steps, cache)
         keep_curve(path, key, curve)
     return curve
 
 
-def keep_refined(model: BoundModel, curve: CostCurve) -> None:
+def keep_refined(steps: Steps, curve: CostCurve) -> None:
     """Keep what real steps have taught, once there were many of them."""
     if curve.refined >= REFINED_ENOUGH:
-        keep_curve(cache_dir() / "costs.json", machine_and_model(model), curve)
+        keep_curve(cache_dir() / "costs.json", machine_and_model(steps), curve)
         curve.refined = 0
 
 
-def measure_model(model: BoundModel) -> CostCurve:
-    """Time steps of the model with more and more rows, in the shape of a tree."""
+def measure_steps(steps: Steps, cache: SlotCache | None = None) -> CostCurve:
+    """Time steps with more and more rows, in the shape of a tree."""
+    model = steps.model
     context = min(CONTEXT, (model.support.max_positions or CONTEXT) // 2)
-    cache = SlotCache(1, context + 256)
+    cache = cache or SlotCache(1, MEASURED_CELLS)
     root = np.zeros(1, dtype=np.int64)
 
     def step(rows: int) -> None:
@@ -50,15 +51,14 @@ def measure_model(model: BoundModel) -> CostCurve:
         tree = TokenTree(
             places % model.vocab_size, (places - 2) // 2, depths, places, places.astype(np.float32), places
         )
-        logits = model.forward(Plan([SequencePlan(root, context, tree=tree)]), cache)
-        greedy(logits)
-        best(logits, TOP)
+        steps.start(Plan([SequencePlan(root, context, tree=tree)]), cache, (), TOP)()
 
-    return measure(step)
+    return measure(step, stepped=steps.room.packed)
 
 
-def machine_and_model(model: BoundModel) -> str:
+def machine_and_model(steps: Steps) -> str:
     """Everything the cost of a step depends on, as far as it can be named."""
+    model = steps.model
     config = model.model.config.get_text_config(decoder=True)
     device = model.device
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
@@ -69,6 +69,7 @@ def machine_and_model(model: BoundModel) -> str:
         model.vocab_size,
         model.model.dtype,
         model.packed,
+        steps.name,
         device.type,
         place,
         torch.get_num_threads(),

@@ -7,20 +7,22 @@ calls that overlap (threads, streams read in turn) share their forwards.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence as Seq
+from collections.abc import Callable, Generator, Sequence as Seq
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Lock
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from lookfar.answers import Answers, EagerSteps, Steps
 from lookfar.arrays import Ints
 from lookfar.budget import CostCurve
 from lookfar.cache import SlotCache
 from lookfar.choose import shared
-from lookfar.costs import keep_refined, step_costs
+from lookfar.costs import MEASURED_CELLS, keep_refined, step_costs
 from lookfar.drafters.base import Outcome, Predictions
 from lookfar.errors import CapacityError, ConfigError, LookfarError
 from lookfar.memory import Memory
@@ -29,7 +31,7 @@ from lookfar.planner import plan_step
 from lookfar.sequence import OnStep, OnTokens, Progress, Request, Sequence
 from lookfar.successors import SAMPLED_TOP, TOP
 from lookfar.tree import Plan, SequencePlan
-from lookfar.verify import Answers, Walk, verify
+from lookfar.verify import Walk, verify
 
 NO_CHOICES = np.zeros(0, np.int64)
 
@@ -54,11 +56,13 @@ class Engine:
         prefill_rows: int = 512,
         memory: Memory | None = None,
         costs: CostCurve | None = None,
+        steps: Steps | None = None,
     ) -> None:
         for name, value in {"max_batch": max_batch, "max_length": max_length, "prefill_rows": prefill_rows}.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
         self.model = model
+        self.steps = steps or EagerSteps(model)
         self.memory = memory or Memory(model.vocab_size)
         self.costs = costs  # measured when an automatic budget first asks for it
         self.max_batch = max_batch
@@ -70,6 +74,7 @@ class Engine:
         self._callers: list[Call] = []  # of the active sequences
         self._waiting: deque[tuple[Call, int, Request]] = deque()
         self._left: dict[int, list[int]] = {}  # texts whose keys and values still lie in free slots
+        self._later: list[Callable[[], None]] = []
         self._lock = Lock()
 
     def check(self, request: Request) -> None:
@@ -109,9 +114,9 @@ class Engine:
         call = Call(unfinished=len(requests))
         try:
             with self._lock:
-                if self.costs is None and any(r.budget == "auto" and r.strategies for r in requests):
-                    self.costs = step_costs(self.model)
                 self._reserve(requests)
+                if self.costs is None and any(r.budget == "auto" and r.strategies for r in requests):
+                    self.costs = self._measured_costs()
                 self._waiting.extend((call, index, request) for index, request in enumerate(requests))
             while call.unfinished or call.progress:
                 while call.progress:
@@ -124,8 +129,9 @@ class Engine:
         finally:
             with self._lock:
                 self._drop(call)
+                self._catch_up()
                 if self.costs is not None:
-                    keep_refined(self.model, self.costs)
+                    keep_refined(self.steps, self.costs)
 
     def _step_or_fail(self) -> None:
         """What a step leaves behind when it breaks off is in no known state, so nobody may go on from it."""
@@ -145,25 +151,27 @@ class Engine:
         while self._waiting and len(self.active) < self.cache.slots:
             self._admit(*self._waiting.popleft())
         group, first_slot = self._next_group()
-        plan = plan_step(group, first_slot, self.prefill_rows, self.memory, self.costs)
+        plan = plan_step(group, first_slot, self.prefill_rows, self.memory, self.costs, self.steps.room)
         planned = perf_counter()
-        logits = self.model.forward(plan, self.cache, [sequence.request.embeds for sequence in group])
         sampled = any(sequence.request.draws is not None for sequence in group)
         top = (SAMPLED_TOP if sampled else TOP) if any(sequence.wants_predictions for sequence in group) else 0
-        walks, answers = verify(plan, group, logits, top)
+        answered = self.steps.start(plan, self.cache, group, top)
+        self._catch_up()
+        answers = answered()
+        walks = verify(plan, group, answers)
         verified = perf_counter()
         starts = [sequence.cached for sequence in group]
         kept = [self._advance(plan, i, sequence, walks[i], answers) for i, sequence in enumerate(group)]
         ended = perf_counter()
         for i, (sequence, walk) in enumerate(zip(group, walks, strict=True)):
             self.cache.commit(first_slot + i, starts[i], kept[i])
-            sequence.stats.host_seconds += (planned - began + ended - verified) / len(group)
+            sequence.stats.host_seconds += (planned - began + self.steps.launching + ended - verified) / len(group)
             if walk is not None:
                 done = Progress(sequence, plan.sequences[i], walk.tokens, walk.nodes, perf_counter() - began)
                 self._callers[first_slot + i].progress.append(done)
         self._retire()
         if self.costs is not None and all(len(rows.chain) == 1 for rows in plan.sequences):
-            self.costs.refine(plan.batch * plan.width, perf_counter() - began)
+            self.costs.refine(self.steps.fed(plan), perf_counter() - began)
 
     def _admit(self, call: Call, index: int, request: Request) -> None:
         """Give a request the next slot, with the keys and values that are already known."""
@@ -208,11 +216,22 @@ class Engine:
             sequence.append(tokens, walk.finish_reason)
             sequence.stats.count_step(rows, accepted)
             if plan.guesses is not None:
-                plan.guesses.learn(place, tokens)
-                self.memory.judge_riders(_brought_by_riders(sequence, rows, accepted))
+                self._later.append(partial(self._learn, plan, place, sequence, walk))
         if sequence.drafters:
             self._tell(plan, place, sequence, before, tokens, accepted, answers)
         return kept
+
+    def _learn(self, plan: Plan, place: int, sequence: Sequence, walk: Walk) -> None:
+        """Judge a step's guesses. The next step does not wait for it."""
+        assert plan.guesses is not None
+        plan.guesses.learn(place, walk.tokens)
+        self.memory.judge_riders(_brought_by_riders(sequence, plan.sequences[place], walk.nodes))
+
+    def _catch_up(self) -> None:
+        """Do what the last step left for the time in which the device works."""
+        later, self._later = self._later, []
+        for job in later:
+            job()
 
     def _tell(
         self,
@@ -275,12 +294,21 @@ class Engine:
         longest = max(request.length + request.extra_rows for request in requests)
         if slots <= self.cache.slots and longest <= self.cache.capacity:
             return
-        longest = -(-longest // 64) * 64
-        if self.active or self._waiting or any(request.reuse for request in requests):
-            self.cache = self.cache.grown(max(slots, self.cache.slots), max(longest, self.cache.capacity))
-        else:
-            self.cache = SlotCache(slots, longest)
+        keep = bool(self.active or self._waiting) or any(request.reuse for request in requests)
+        if not keep:
+            self.cache = SlotCache(slots=0, capacity=0)  # its memory is free for the next one
             self._left.clear()
+        slots, longest = self.steps.cache_size(
+            max(slots, self.cache.slots), max(longest, self.cache.capacity), self.max_batch
+        )
+        self.cache = self.cache.grown(slots, longest)
+
+    def _measured_costs(self) -> CostCurve:
+        """Captured steps belong to a cache, so they are measured on ours, unless somebody is using it."""
+        idle = not self.active and self.cache.capacity >= MEASURED_CELLS
+        if idle:
+            self._left.clear()
+        return step_costs(self.steps, self.cache if idle else None)
 
     def _limit_is_ours(self) -> bool:
         return self.max_length != self.model.support.max_positions
@@ -301,14 +329,14 @@ def _predictions(plan: Plan, place: int, before: int, answers: Answers) -> Predi
     last = rows.node_row(len(rows.tree))
     if answers.top_ids is None or answers.top_logits is None or first == last:
         return None
-    tokens = plan.tokens[place, :last].astype(np.int32)
+    tokens = rows.tokens[:last].astype(np.int32)
     behind = np.empty(last, np.int32)
     behind[0] = before
     behind[1 : len(rows.chain)] = tokens[: rows.root_row]
     behind[len(rows.chain) :] = tokens[rows.tree.parents + len(rows.chain)]
     # The rows lie side by side among the kept ones, unless another sequence wants rows between.
-    where = np.searchsorted(plan.kept, (first, last - 1))
+    where = np.searchsorted(answers.kept, (first, last - 1))
     at: Any = slice(where[0], where[1] + 1)
     if where[1] - where[0] != last - 1 - first:
-        at = np.searchsorted(plan.kept, np.arange(first, last))
-    return Predictions(behind[first:], tokens[first:], answers.top_ids[place, at], answers.top_logits[place, at])
+        at = np.searchsorted(answers.kept, np.arange(first, last))
+    return Predictions(behind[first:], tokens[first:], answers.top_ids[place][at], answers.top_logits[place][at])

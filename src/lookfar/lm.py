@@ -17,6 +17,7 @@ from lookfar.engine import Engine
 from lookfar.errors import LookfarWarning, ModelError, RequestError
 from lookfar.fallback import decode_plainly, stream_plainly
 from lookfar.generation import rules_for
+from lookfar.gpu import steps_for
 from lookfar.memory import Memory
 from lookfar.model import BoundModel
 from lookfar.noise import Draws, Noise
@@ -70,6 +71,9 @@ class LM:
         strategy: StrategySpec = "auto",
         budget: Budget = None,
         pack: bool | None = None,
+        capture: bool | None = None,
+        compile: bool = False,
+        exact: bool = False,
         store: str | os.PathLike[str] | None = None,
         remember: bool = True,
         max_batch: int = 8,
@@ -93,7 +97,8 @@ class LM:
         memory = Memory(bound.vocab_size, Store(bound.vocab_size, tokenizer))
         if store is not None:
             memory.store.load(store)
-        self.engine = Engine(bound, max_batch, max_length, prefill_rows, memory)
+        steps = steps_for(bound, capture, compile, exact)
+        self.engine = Engine(bound, max_batch, max_length, prefill_rows, memory, steps=steps)
         self._warned = False
 
     @property

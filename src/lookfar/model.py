@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from lookfar.alibi import positions_as_bias
 from lookfar.cache import SlotCache
@@ -65,7 +65,7 @@ class BoundModel:
             return torch.cat([self.forward(one, cache, [own]) for one, own in zip(alone, given, strict=True)])
         cache.begin(plan)
         kept = torch.from_numpy(plan.kept).to(self.device)
-        with ExitStack() as during, torch.no_grad(), self._attention_that_takes_masks():
+        with ExitStack() as during, torch.no_grad(), self.attending(self._attention):
             if self._packed is not None:
                 during.enter_context(self._packed.in_use())
             arguments = {"logits_to_keep": kept if len(kept) else 1} | self._shape_of_step(plan, cache, during)
@@ -118,15 +118,34 @@ class BoundModel:
         hidden = torch.finfo(self.model.dtype).min
         return torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill_(~mask, hidden)
 
+    def forward_packed(
+        self, inputs: torch.Tensor, tables: torch.Tensor, cache: Cache, forward: Callable[..., Any]
+    ) -> torch.Tensor:
+        """Run rows that lie side by side, told by tables instead of masks; all logits, [rows, vocabulary].
+
+        `forward` is the model's own or what a compiler made of it.
+        """
+        by_kind = dict(zip(self.support.kinds, tables[:, None, None], strict=True))
+        arguments = {
+            "position_ids": inputs[None, 1],
+            "attention_mask": by_kind if self.support.by_layer_type else next(iter(by_kind.values())),
+        }
+        arguments = {name: value for name, value in arguments.items() if name in self._takes}
+        with torch.no_grad():
+            logits: torch.Tensor = forward(
+                input_ids=inputs[None, 0], past_key_values=cache, use_cache=True, return_dict=True, **arguments
+            ).logits
+        return logits[0]
+
     @contextmanager
-    def _attention_that_takes_masks(self) -> Iterator[None]:
-        """For models loaded with an attention that takes none (flash, flex)."""
+    def attending(self, name: str) -> Iterator[None]:
+        """Run the model with another attention (its own may take no masks: flash, flex)."""
         config = self.model.config
         before = config._attn_implementation
-        if before == self._attention:
+        if before == name:
             yield
             return
-        config._attn_implementation = self._attention
+        config._attn_implementation = name
         try:
             yield
         finally:

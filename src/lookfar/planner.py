@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lookfar.answers import Room
 from lookfar.arrays import Int32s
 from lookfar.budget import CostCurve, best_count
 from lookfar.calibration import Calibration
@@ -19,6 +20,7 @@ from lookfar.successors import NO_SUCCESSORS, SAMPLED_TOP
 from lookfar.tree import ROOT, Plan, Riders, SequencePlan, TokenTree
 
 NO_PROPOSAL = Proposal()
+ANY_ROOM = Room()
 WORTH_A_LOOK = 0.01  # an automatic budget leaves candidates below this chance aside
 LEARNED_PROMPT = 128  # predictions of this many rows of a prompt are made for drafters, or of as many as it may emit
 
@@ -41,19 +43,24 @@ class Guesses:
 
 
 def plan_step(
-    sequences: Seq[Sequence], first_slot: int, prefill_rows: int, memory: Memory, costs: CostCurve | None = None
+    sequences: Seq[Sequence],
+    first_slot: int,
+    prefill_rows: int,
+    memory: Memory,
+    costs: CostCurve | None = None,
+    room: Room = ANY_ROOM,
 ) -> Plan:
     """Plan the next forward of sequences in neighbouring slots."""
-    chains = [plan_chain(sequence, prefill_rows) for sequence in sequences]
+    chains = [plan_chain(sequence, prefill_rows, room.fixed) for sequence in sequences]
     if not any(sequence.drafters for sequence in sequences):
         return Plan(chains, first_slot)
     proposals = [_propose(sequence, chain) for sequence, chain in zip(sequences, chains, strict=True)]
     if not any(map(len, proposals)):
         return Plan(chains, first_slot)
-    limits = _limits(sequences)
-    guesses = _grow(sequences, proposals, memory, limits)
+    limits = _limits(sequences, chains, room)
+    guesses = _grow(sequences, proposals, memory, limits, room)
     riders = [tuple(proposal.riders for proposal in of_one) for of_one in proposals]
-    count, riding = _afford(sequences, chains, riders, guesses.forest, costs, memory, limits)
+    count, riding = _afford(sequences, chains, riders, guesses.forest, costs, memory, limits, room)
     trees = _trees(guesses, count, len(sequences))
     plans = [
         SequencePlan(
@@ -69,9 +76,12 @@ def plan_step(
     return Plan(plans, first_slot, guesses=guesses)
 
 
-def plan_chain(sequence: Sequence, prefill_rows: int) -> SequencePlan:
-    """A piece of the prompt while much of it is left; otherwise the rest of it, at the least the root."""
-    chain = sequence.chain(prefill_rows)
+def plan_chain(sequence: Sequence, prefill_rows: int, roots_alone: bool = False) -> SequencePlan:
+    """A piece of the prompt while much of it is left; otherwise the rest of it, at the least the root.
+
+    With `roots_alone` the root comes in a step of its own, which emits tokens and reads no prompt.
+    """
+    chain = sequence.chain(min(prefill_rows, max(sequence.uncached - 1, 1)) if roots_alone else prefill_rows)
     learned = 0
     if sequence.wants_predictions:
         known = sequence.cached + len(chain)
@@ -89,9 +99,17 @@ def _propose(sequence: Sequence, chain: SequencePlan) -> list[Proposal]:
 
 
 def _grow(
-    sequences: Seq[Sequence], proposals: Seq[Seq[Proposal]], memory: Memory, limits: tuple[int, Int32s, float]
+    sequences: Seq[Sequence],
+    proposals: Seq[Seq[Proposal]],
+    memory: Memory,
+    limits: tuple[int, Int32s, float],
+    room: Room,
 ) -> Guesses:
     """All candidates for all sequences, in one heap."""
+
+    def deepest(sequence: Sequence) -> int:
+        return min(sequence.remaining - 1, room.depth or sequence.remaining)
+
     names: list[str] = []
     drafted, sources, counts = [], [], [0]
     recycled, runners = NO_SUCCESSORS, np.full((len(sequences), SAMPLED_TOP - 1), -1, np.int32)
@@ -120,7 +138,7 @@ def _grow(
         runners=runners,
         runner_logits=runner_logits,
         luck=_luck(sequences),
-        limits=np.array([s.remaining - 1 if p else 0 for s, p in zip(sequences, proposals, strict=True)], np.int32),
+        limits=np.array([deepest(s) if p else 0 for s, p in zip(sequences, proposals, strict=True)], np.int32),
     )
     sampled = any(sequence.request.draws is not None for sequence in sequences)
     calibration = memory.calibration(names, recycled is not NO_SUCCESSORS, sampled)
@@ -143,14 +161,15 @@ def _luck(sequences: Seq[Sequence]) -> Luck:
     return luck
 
 
-def _limits(sequences: Seq[Sequence]) -> tuple[int, Int32s, float]:
+def _limits(sequences: Seq[Sequence], chains: Seq[SequencePlan], room: Room) -> tuple[int, Int32s, float]:
     """The most candidates to take, the most for each sequence, and the least chance of one."""
-    room = np.array([sequence.request.extra_rows for sequence in sequences], np.int32)
+    extra = np.array([sequence.request.extra_rows for sequence in sequences], np.int32)
     budgets = [sequence.request.budget for sequence in sequences]
+    left = int(extra.sum()) if room.rows is None else max(room.rows - sum(map(len, chains)), 0)
     if "auto" in budgets:
-        return int(room.sum()), room, WORTH_A_LOOK
-    numbers = zip(budgets, room.tolist(), strict=True)
-    return sum(own if budget is None else int(budget) - 1 for budget, own in numbers), room, 0.0
+        return min(int(extra.sum()), left), extra, WORTH_A_LOOK
+    numbers = zip(budgets, extra.tolist(), strict=True)
+    return min(sum(own if budget is None else int(budget) - 1 for budget, own in numbers), left), extra, 0.0
 
 
 def _afford(
@@ -161,6 +180,7 @@ def _afford(
     costs: CostCurve | None,
     memory: Memory,
     limits: tuple[int, Int32s, float],
+    shape: Room,
 ) -> tuple[int, bool]:
     """How many candidates to feed, best first, and whether the riders come along."""
     budgets = {sequence.request.budget for sequence in sequences}
@@ -177,10 +197,12 @@ def _afford(
         assert costs is not None
         fixed = np.array([len(chain) for chain in chains], dtype=np.int32)
         table = costs.table(int(len(sequences) * (fixed + room).max()))
-        count, rate = best_count(scores, owners, fixed, table, 0.0)
+        count, rate = best_count(scores, owners, fixed, table, 0.0, shape.packed)
         if not bonus or beside_riders < 0:
             return count, False
-        other, its_rate = best_count(scores[:beside_riders], owners[:beside_riders], fixed + riding, table, bonus)
+        other, its_rate = best_count(
+            scores[:beside_riders], owners[:beside_riders], fixed + riding, table, bonus, shape.packed
+        )
         return (other, True) if its_rate > rate else (count, False)
     beside_riders = min(beside_riders, most - int(riding.sum()))
     if beside_riders >= 0 and scores[:beside_riders].sum() + bonus > scores.sum():

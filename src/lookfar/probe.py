@@ -15,20 +15,29 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # anything coarser: 0.1
 
 def verifies_trees(bound: BoundModel) -> bool:
     """Compare the logits along a branch that lies behind a wrong one with those of the same tokens alone."""
-    tokens = np.random.default_rng(0).integers(0, bound.vocab_size, PROMPT + 2 * BRANCH).tolist()
-    prompt, wrong, right = tokens[:PROMPT], tokens[PROMPT : PROMPT + BRANCH], tokens[PROMPT + BRANCH :]
     try:
-        branched = _logits(bound, prompt, [wrong, right])[-BRANCH:]
-        straight = _logits(bound, prompt, [right])[-BRANCH:]
+        branched, straight = (
+            _logits(bound, branched_plan(bound.vocab_size, wrong))[-BRANCH:] for wrong in (True, False)
+        )
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
         return False
-    error = (branched - straight).norm(dim=-1) / straight.norm(dim=-1)
+    return agree(branched, straight)
+
+
+def branched_plan(vocab_size: int, wrong: bool = True) -> Plan:
+    """A short prompt and a branch, behind a wrong one if asked for."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, PROMPT + 2 * BRANCH).tolist()
+    prompt, branches = tokens[:PROMPT], [tokens[PROMPT : PROMPT + BRANCH], tokens[PROMPT + BRANCH :]]
+    tree = TokenTree.of(branches if wrong else branches[1:])
+    return Plan([SequencePlan(np.array(prompt), cached=0, learned=PROMPT, tree=tree)])
+
+
+def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Are these the same logits, but for rounding?"""
+    error = (one.float() - other.float()).norm(dim=-1) / other.float().norm(dim=-1)
     # The median, not the worst: in half precision a router may send a single row to another expert.
-    return bool(error.median() < TOLERANCE.get(bound.model.dtype, 0.1))
+    return bool(error.median() < TOLERANCE.get(other.dtype, 0.1))
 
 
-def _logits(bound: BoundModel, prompt: list[int], branches: list[list[int]]) -> torch.Tensor:
-    tree = TokenTree.of(branches)
-    plan = Plan([SequencePlan(np.array(prompt), cached=0, tree=tree)])
-    cache = SlotCache(slots=1, capacity=len(prompt) + len(tree))
-    return bound.forward(plan, cache)[0].float()
+def _logits(bound: BoundModel, plan: Plan) -> torch.Tensor:
+    return bound.forward(plan, SlotCache(slots=1, capacity=plan.width))[0]

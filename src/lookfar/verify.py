@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from lookfar.arrays import Floats, Int32s, Ints
-from lookfar.choose import best, greedy, pick_all
+from lookfar.answers import Answers
+from lookfar.arrays import Ints
+from lookfar.choose import pick_all
 from lookfar.sequence import FinishReason, Sequence
-from lookfar.tree import ROOT, Plan, TokenTree
+from lookfar.tree import ROOT, Plan, SequencePlan, TokenTree
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,8 @@ def walk(
         node = child
 
 
-@dataclass(frozen=True)
-class Answers:
-    """What the model said after the rows of a step, without processors."""
-
-    choices: Ints  # [batch, rows] -1 where the logits were not wanted
-    top_ids: Int32s | None = None  # [batch, kept rows, k] best first
-    top_logits: Floats | None = None
-
-
-def verify(
-    plan: Plan, sequences: Seq[Sequence], logits: torch.Tensor, top: int = 0
-) -> tuple[list[Walk | None], Answers]:
-    """Walk every sequence of a step; one that fed a piece of its prompt has no walk.
-
-    `top` predictions of every kept row come back too, if drafters want them.
-    """
-    if not len(plan.kept):
-        return [None] * plan.batch, Answers(np.full(plan.tokens.shape, -1))
-    answers = Answers(plan.by_row(greedy(logits)), *(best(logits, top) if top else ()))
+def verify(plan: Plan, sequences: Seq[Sequence], answers: Answers) -> list[Walk | None]:
+    """Walk every sequence of a step; one that fed a piece of its prompt has no walk."""
 
     def walk_one(i: int) -> Walk | None:
         sequence, rows = sequences[i], plan.sequences[i]
@@ -72,7 +55,7 @@ def verify(
             return None
         chosen = answers.choices[i]
         if not sequence.plain:
-            drawn = _draw_all(plan, i, sequence, logits)
+            drawn = _draw_all(i, sequence, rows, answers)
             if drawn is None:
                 return walk(rows.tree, choose_after(i), sequence.ends)
             chosen[rows.root_row : rows.node_row(len(rows.tree))] = drawn
@@ -84,26 +67,25 @@ def verify(
 
         def choose(node: int, tokens: list[int]) -> int:
             row = rows.node_row(node)
-            token = sequence.choose(tokens, logits[i, np.searchsorted(plan.kept, row)])
-            answers.choices[i, row] = token
+            token = sequence.choose(tokens, answers.logits(i, np.array([row]))[0])
+            answers.choices[i][row] = token
             return token
 
         return choose
 
-    return [walk_one(i) for i in range(plan.batch)], answers
+    return [walk_one(i) for i in range(plan.batch)]
 
 
-def _draw_all(plan: Plan, place: int, sequence: Sequence, logits: torch.Tensor) -> Ints | None:
+def _draw_all(place: int, sequence: Sequence, rows: SequencePlan, answers: Answers) -> Ints | None:
     """The tokens drawn after a sequence's root and nodes; None if they have to be drawn one after the other.
 
     On an accelerator one call for all rows is faster than several that each wait for the device; on a CPU it is the
     other way round, since most rows are never reached and sorting a vocabulary takes milliseconds.
     """
-    request, rows = sequence.request, plan.sequences[place]
+    request = sequence.request
     keeps = request.keep_scores or request.keep_logits
-    if logits.device.type == "cpu" or request.draws is None or keeps or not sequence.history_free:
+    if request.draws is None or keeps or not sequence.history_free or request.draws.noise.device.type == "cpu":
         return None
-    where = np.searchsorted(plan.kept, np.arange(rows.root_row, rows.node_row(len(rows.tree))))
+    logits = answers.logits(place, np.arange(rows.root_row, rows.node_row(len(rows.tree))))
     places = sequence.emitted + np.concatenate([[0], rows.tree.depths])
-    kept = logits[place, torch.from_numpy(where).to(logits.device)]
-    return pick_all(request.processors, request.draws, places, kept)
+    return pick_all(request.processors, request.draws, places, logits)

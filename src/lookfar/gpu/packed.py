@@ -1,0 +1,95 @@
+"""One shape of step: so many rows, side by side, of at most so many sequences, in buffers that stay where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Cache
+
+from lookfar.arrays import Int32s, Ints
+from lookfar.cache import SlotCache
+from lookfar.gpu.table import CELLS, NEAR, SLOTS, WIDTH, fill, tiles_for
+from lookfar.model import BoundModel
+from lookfar.tree import Plan
+
+Forward = Callable[..., Any]
+
+
+class PackedCache(Cache):
+    """A slot cache as packed rows use it: each row writes to a cell of its own, and attention gets whole buffers."""
+
+    def __init__(self, cache: SlotCache, slots: torch.Tensor, cells: torch.Tensor) -> None:
+        super().__init__(layers=[])
+        self.cache = cache
+        self.slots, self.cells = slots, cells
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer_idx >= len(self.keys):
+            self._make(key_states, value_states, layer_idx)
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys[self.slots, :, self.cells] = key_states[0].transpose(0, 1)
+        values[self.slots, :, self.cells] = value_states[0].transpose(0, 1)
+        return keys, values
+
+    def _make(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+        layer = self.cache.layer(layer_idx)
+        if not layer.is_initialized:
+            layer.lazy_initialization(key_states, value_states)
+        while len(self.keys) <= layer_idx:  # a layer that shares another one's keys never asks for its own
+            self.keys.append(layer.keys)
+            self.values.append(layer.values)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions and tables say where a row is
+
+
+class PackedStep:
+    """Buffers for steps of one shape. Everything that changes from step to step is in one block of memory."""
+
+    def __init__(self, model: BoundModel, cache: SlotCache, rows: int, batch: int) -> None:
+        self.model, self.cache = model, cache
+        self.rows, self.batch = rows, batch
+        kinds = list(model.support.kinds.values())
+        self.windows = np.array([[kind.window or 0, kind.chunk or 0] for kind in kinds], np.int32)
+        device, on_gpu = model.device, model.device.type == "cuda"
+        shapes = ((4, rows), (len(kinds), rows + tiles_for(rows, batch), WIDTH), (batch, 1 + 2 * NEAR))
+        numbers = 4 * rows + (shapes[1][0] * shapes[1][1] * WIDTH + batch * shapes[2][1] + 1) // 2
+        self.host = torch.zeros(numbers, dtype=torch.int64, pin_memory=on_gpu)
+        self.device = torch.zeros(numbers, dtype=torch.int64, device=device) if on_gpu else self.host
+        inputs, tables, moves = (part.numpy() for part in _parts(self.host, shapes))
+        self.host_inputs, self.host_tables, self.host_moves = inputs, tables, moves
+        self.inputs, self.tables, self.moves = _parts(self.device, shapes)
+        self.packed = PackedCache(cache, self.inputs[SLOTS], self.inputs[CELLS])
+
+    def fill(self, plan: Plan) -> None:
+        """Write a step into the host's block."""
+        fill(plan.sequences, plan.first_slot, self.host_inputs, self.host_tables, self.windows, self.cache.capacity)
+        if self.model.support.max_positions is not None:
+            # Only riders can point past the last position, and what they bring there is never used.
+            np.minimum(self.host_inputs[1], self.model.support.max_positions - 1, out=self.host_inputs[1])
+
+    def clear(self) -> None:
+        """A step of nothing but padding, for trying it out."""
+        fill([], 0, self.host_inputs, self.host_tables, self.windows, self.cache.capacity)
+
+    def forward(self, forward: Forward) -> torch.Tensor:
+        """The logits of all rows, [rows, vocabulary]."""
+        return self.model.forward_packed(self.inputs, self.tables, self.packed, forward)
+
+
+def _parts(block: torch.Tensor, shapes: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The inputs, the tables and the moves in a block of 64-bit numbers."""
+    first, second, third = (int(np.prod(shape)) for shape in shapes)
+    small = block[first:].view(torch.int32)
+    return (
+        block[:first].view(shapes[0]),
+        small[:second].view(shapes[1]),
+        small[second : second + third].view(shapes[2]),
+    )
