@@ -10,23 +10,27 @@ store's memory. Prints tables and one JSON line. What bounds it: cache misses in
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from lookfar import verify
+from lookfar.answers import Answers, Room
 from lookfar.cache import SlotCache
 from lookfar.config import Trie, parse_strategy
 from lookfar.drafters.trie import TrieDrafter
 from lookfar.engine import Call, Engine
+from lookfar.gpu.table import NEAR
 from lookfar.index import LONGEST
 from lookfar.memory import Memory
 from lookfar.sequence import Request
 from lookfar.store import Store
+from lookfar.tree import Plan
 
 VOCAB, CONTEXT, STORED = 49152, 2000, 1_000_000
 USUAL = np.random.default_rng(0).integers(0, VOCAB, (VOCAB, 8))
@@ -42,31 +46,33 @@ def made_up_text(length: int, seed: int) -> np.ndarray:
     return text
 
 
-class MadeUpModel:
+class MadeUpSteps:
     """Answers with the usual successors, in a slightly different order each time.
 
-    Its answers come as the eight best tokens of each row and not as logits, as they will from a GPU: choosing among
+    Its answers come as the eight best tokens of each row and not as logits, as they do from a GPU: choosing among
     logits is the device's work, and filling them in here would sweep the host's caches.
     """
 
-    vocab_size = VOCAB
-    support = SimpleNamespace(max_positions=None, trees=True, tree_limit=None)
+    name, room, launching = "made up", Room(512, NEAR, packed=True), 0.0
 
-    def forward(self, plan: Any, cache: SlotCache, embeds: Any) -> tuple[np.ndarray, np.ndarray]:
-        tokens = plan.tokens[0, plan.kept]
+    def start(self, plan: Plan, cache: SlotCache, group: Any, top: int) -> Callable[[], Answers]:
+        tokens = plan.sequences[0].tokens
         logits = 10.0 - np.arange(8) + 3 * np.random.default_rng(len(tokens)).random((len(tokens), 8))
         best = np.argsort(-logits, 1)
-        ids = np.take_along_axis(USUAL[tokens], best, 1)
-        return ids[None].astype(np.int32), np.take_along_axis(logits, best, 1)[None].astype(np.float32)
+        ids = np.take_along_axis(USUAL[tokens], best, 1).astype(np.int32)
+        values = np.take_along_axis(logits, best, 1).astype(np.float32)
+        everything = np.arange(len(tokens))
+        answers = Answers(everything, [ids[:, 0].astype(np.int64)], lambda *_: torch.empty(0), [ids], [values])
+        return lambda: answers
 
-
-verify.greedy = lambda answers: answers[0][..., 0].astype(np.int64)  # type: ignore[attr-defined]
-verify.best = lambda answers, count: answers  # type: ignore[attr-defined]
+    def fed(self, plan: Plan) -> int:
+        return len(plan.sequences[0])
 
 
 def step_cost(budget: int, store: Store, steps: int = 200) -> dict[str, float]:
     memory = Memory(VOCAB, store)
-    engine = Engine(MadeUpModel(), 1, memory=memory)  # type: ignore[arg-type]
+    model = SimpleNamespace(vocab_size=VOCAB, support=SimpleNamespace(max_positions=None, trees=True, tree_limit=None))
+    engine = Engine(model, 1, memory=memory, steps=MadeUpSteps())  # type: ignore[arg-type]
     engine.cache = SlotCache(1, 2 * CONTEXT)
     prompt = made_up_text(CONTEXT, seed=2).tolist()
     request = Request(prompt, 10**6, strategies=parse_strategy("auto"), budget=budget, remember=False)

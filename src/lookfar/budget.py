@@ -18,6 +18,7 @@ from lookfar.jit import jit
 MEASURED = (1, 2, 4, 8, 16, 32, 64, 128)  # rows
 PATIENCE = 4.0  # seconds to spend on measuring; what is left then is extrapolated
 SHAPE_RATE, DRIFT_RATE = 0.03, 0.2
+REFRESH = 16  # steps after which what they taught is looked at
 
 
 class CostCurve:
@@ -52,7 +53,7 @@ class CostCurve:
         """Learn from a step that was taken."""
         if rows > self.rows[-1]:
             return
-        ratio = float(np.clip(seconds / (self.table(rows)[rows] * self.drift), 0.5, 2.0))
+        ratio = min(max(seconds / (float(np.interp(rows, self.rows, self.seconds)) * self.drift), 0.5), 2.0)
         self.drift *= ratio**DRIFT_RATE
         above = int(np.searchsorted(self.rows, rows))
         below = max(above - 1, 0) if self.rows[above] != rows else above
@@ -60,12 +61,13 @@ class CostCurve:
         share = (rows - self.rows[below]) / width if width else 1.0
         self.seconds[below] *= ratio ** (SHAPE_RATE * (1 - share))
         self.seconds[above] *= ratio ** (SHAPE_RATE * share)
-        self._table = self._table[:0]
         self.refined += 1
+        if self.refined % REFRESH == 0:
+            self._table = self._table[:0]
 
 
 def measure(step: Callable[[int], None], sizes: Seq[int] = MEASURED, stepped: bool = False) -> CostCurve:
-    """Measure a step of each size: the median of three after one to warm up, or just one where steps are slow."""
+    """Measure a step of each size: the median of three, or just one where steps are slow, after one to warm up."""
     seconds: dict[int, float] = {}
     step(1)  # whatever is done once (packing, compiling) is done here
     began = perf_counter()
@@ -73,11 +75,12 @@ def measure(step: Callable[[int], None], sizes: Seq[int] = MEASURED, stepped: bo
         if len(seconds) > 1 and perf_counter() - began > PATIENCE:
             break
         times: list[float] = []
-        while len(times) < 4 and sum(times) < PATIENCE / 8:
+        step(rows)  # a new size may be captured or compiled
+        while len(times) < 3 and sum(times) < PATIENCE / 8:
             start = perf_counter()
             step(rows)
             times.append(perf_counter() - start)
-        seconds[rows] = float(np.median(times[1:] or times))
+        seconds[rows] = float(np.median(times))
     return CostCurve(seconds, stepped)
 
 

@@ -120,10 +120,11 @@ class SlotCache(Cache):
 
     def commit(self, slot: int, start: int, rows: Ints) -> None:
         """Keep the cells `start + rows` of a slot as `start, start + 1, …`. Done before anybody reads them."""
+        if not len(rows) or rows[-1] == len(rows) - 1:
+            return  # rows ascend, so all are where they belong
         stay = np.arange(len(rows))
         moved = np.flatnonzero(rows != stay)
-        if len(moved):
-            self._moves[slot] = start + rows[moved], start + stay[moved]
+        self._moves[slot] = start + rows[moved], start + stay[moved]
 
     def claim(self, slot: int, most: int) -> tuple[Ints, Ints] | None:
         """Take over what is to be moved in a slot, from which cells and to which, if it is not too much."""

@@ -30,7 +30,7 @@ from lookfar.model import BoundModel
 from lookfar.planner import plan_step
 from lookfar.sequence import OnStep, OnTokens, Progress, Request, Sequence
 from lookfar.successors import SAMPLED_TOP, TOP
-from lookfar.tree import Plan, SequencePlan
+from lookfar.tree import Plan, SequencePlan, after_what
 from lookfar.verify import Walk, verify
 
 NO_CHOICES = np.zeros(0, np.int64)
@@ -171,7 +171,7 @@ class Engine:
                 self._callers[first_slot + i].progress.append(done)
         self._retire()
         if self.costs is not None and all(len(rows.chain) == 1 for rows in plan.sequences):
-            self.costs.refine(self.steps.fed(plan), perf_counter() - began)
+            self._later.append(partial(self.costs.refine, self.steps.fed(plan), perf_counter() - began))
 
     def _admit(self, call: Call, index: int, request: Request) -> None:
         """Give a request the next slot, with the keys and values that are already known."""
@@ -210,7 +210,8 @@ class Engine:
         rows = plan.sequences[place]
         before = sequence.ids[sequence.cached - 1] if sequence.cached else -1
         tokens, accepted = (walk.tokens, walk.nodes) if walk is not None else ([], [])
-        kept = np.array([*range(len(rows.chain)), *map(rows.node_row, accepted)], dtype=np.int64)
+        chain = len(rows.chain)
+        kept = np.array([*range(chain), *(chain + node for node in accepted)], dtype=np.int64)
         sequence.cached += len(kept)
         if walk is not None:
             sequence.append(tokens, walk.finish_reason)
@@ -329,11 +330,7 @@ def _predictions(plan: Plan, place: int, before: int, answers: Answers) -> Predi
     last = rows.node_row(len(rows.tree))
     if answers.top_ids is None or answers.top_logits is None or first == last:
         return None
-    tokens = rows.tokens[:last].astype(np.int32)
-    behind = np.empty(last, np.int32)
-    behind[0] = before
-    behind[1 : len(rows.chain)] = tokens[: rows.root_row]
-    behind[len(rows.chain) :] = tokens[rows.tree.parents + len(rows.chain)]
+    tokens, behind = after_what(rows.chain, rows.tree.tokens, rows.tree.parents, before)
     # The rows lie side by side among the kept ones, unless another sequence wants rows between.
     where = np.searchsorted(answers.kept, (first, last - 1))
     at: Any = slice(where[0], where[1] + 1)

@@ -39,7 +39,7 @@ from lookfar.calibration import (
 )
 from lookfar.heap import pop, push
 from lookfar.jit import jit
-from lookfar.successors import TOP, Successors, pair_slot
+from lookfar.successors import SAMPLED_TOP, TOP, Successors, pair_slot
 
 HOPELESS = 0.005  # predictions that the noise leaves less of the probability than this are no candidates
 MAX_CHILDREN = 48  # candidates considered after one place
@@ -187,7 +187,7 @@ def grow(  # type: ignore[no-untyped-def]
     # depth, runner-up, token, pair, luck if there is any, and each source
     lucky = 1 if luck_rows.max() >= 0 and coming.shape[1] > 0 else 0
     features = np.empty((size, 4 + lucky + source_count), np.int32)
-    unknown = np.empty(0, np.float32)
+    unknown, chances = np.empty(0, np.float32), np.empty(SAMPLED_TOP, np.float32)
     heap, picked, taken = np.empty(size, np.int32), np.empty(max_nodes, np.int32), np.zeros(batch, np.int32)
     order = np.arange(len(drafts)).astype(np.int32)
     spare, group = np.empty_like(order), np.empty_like(order)
@@ -218,15 +218,16 @@ def grow(  # type: ignore[no-untyped-def]
             drafts, grades, weights, sources, order, group, nodes, place, slate, grade, support, present
         )
         sort_drafts(order, spare, group, nodes, place, used, slate, count)
+        drafted = count
         noise, depth, heat = unknown, nodes[place, DEEP], heats[b]
         if lucky and luck_rows[b] >= 0 and depth < coming.shape[1]:
             noise = coming[luck_rows[b], (heads[b] + depth) % coming.shape[1]]
         last, parent = nodes[place, TOKEN], nodes[place, PARENT]
         before = nodes[parent, TOKEN] if parent >= 0 else roots[b, 0]
         slot = find_pair(pair_keys, before, last)
-        count, best_of_pair = read_table(pair_ids, pair_logits, slot, slate, count, OF_PAIR, heat, noise)
+        count, best_of_pair = read_table(pair_ids, pair_logits, slot, slate, count, OF_PAIR, heat, noise, chances)
         row = last if last < len(token_ids) else -1
-        count, best_of_token = read_table(token_ids, token_logits, row, slate, count, OF_TOKEN, heat, noise)
+        count, best_of_token = read_table(token_ids, token_logits, row, slate, count, OF_TOKEN, heat, noise, chances)
         if parent < 0:
             count = read_runners(runners, runner_logits, b, slate, count, heat, noise)
         nodes[place, FIRST], nodes[place, COUNT] = used, count
@@ -238,6 +239,8 @@ def grow(  # type: ignore[no-untyped-def]
                 total += log_odds[features[new, 4]]
             total += weigh(features[new, 4 + lucky :], nodes, new, slate, child, grade, support, present, log_odds)
             plant(nodes, scores, new, b, place, slate[child, CHILD], depth + 1, 0.0)
+            if child >= drafted:
+                nodes[new, LOW] = nodes[new, HIGH] = 0
             scores[new] = scores[place] / (1.0 + np.exp(-total))
             if scores[new] >= floor:
                 heap_size = push(heap, heap_size, scores, new)
@@ -294,12 +297,11 @@ def read_drafts(  # type: ignore[no-untyped-def]
 
 @jit
 def sort_drafts(order, spare, group, nodes, place, used, slate, count):  # type: ignore[no-untyped-def]
-    """Sort a place's drafts by child, so that each child has a stretch of `order`; the rest have none."""
+    """Sort a place's drafts by child, so that each child has a stretch of `order`."""
     low, start = nodes[place, LOW], nodes[place, LOW]
-    for child in range(MAX_CHILDREN):
+    for child in range(count):
         nodes[used + child, LOW] = nodes[used + child, HIGH] = start
-        if child < count:
-            start += slate[child, DRAFTED]
+        start += slate[child, DRAFTED]
     for i in range(low, nodes[place, HIGH]):
         if group[i] >= 0:
             spare[nodes[used + group[i], HIGH]] = order[i]
@@ -325,19 +327,21 @@ def worth(token, logit, heat, noise):  # type: ignore[no-untyped-def]
 
 
 @jit
-def read_table(ids, logits, row, slate, count, column, heat, noise):  # type: ignore[no-untyped-def]
+def read_table(ids, logits, row, slate, count, column, heat, noise, chances):  # type: ignore[no-untyped-def]
     """Add a row of predictions to the children with their levels. Returns the best level too; -1: nothing is known."""
     if row < 0 or ids[row, 0] < 0:
         return count, -1
     best, total, width = np.float32(-np.inf), np.float32(0.0), 0
     most = ids.shape[1] if len(noise) else min(TOP, ids.shape[1])
     while width < most and ids[row, width] >= 0:
-        best = max(best, worth(ids[row, width], logits[row, width], heat, noise))
+        chances[width] = worth(ids[row, width], logits[row, width], heat, noise)
+        best = max(best, chances[width])
         width += 1
     for i in range(width):
-        total += np.exp(worth(ids[row, i], logits[row, i], heat, noise) - best)
+        chances[i] = np.exp(chances[i] - best)
+        total += chances[i]
     for i in range(width):
-        share = np.exp(worth(ids[row, i], logits[row, i], heat, noise) - best) / total
+        share = chances[i] / total
         if len(noise) and share < HOPELESS:
             continue
         child, count = add_child(slate, count, ids[row, i])

@@ -119,21 +119,26 @@ class BoundModel:
         return torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill_(~mask, hidden)
 
     def forward_packed(
-        self, inputs: torch.Tensor, tables: torch.Tensor, cache: Cache, forward: Callable[..., Any]
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        cache: Cache,
+        forward: Callable[..., Any],
     ) -> torch.Tensor:
-        """Run rows that lie side by side, told by tables instead of masks; all logits, [rows, vocabulary].
+        """Run rows that lie side by side, [1, rows], told by tables instead of masks. All logits, [rows, vocabulary].
 
         `forward` is the model's own or what a compiler made of it.
         """
         by_kind = dict(zip(self.support.kinds, tables[:, None, None], strict=True))
         arguments = {
-            "position_ids": inputs[None, 1],
+            "position_ids": positions,
             "attention_mask": by_kind if self.support.by_layer_type else next(iter(by_kind.values())),
         }
         arguments = {name: value for name, value in arguments.items() if name in self._takes}
         with torch.no_grad():
             logits: torch.Tensor = forward(
-                input_ids=inputs[None, 0], past_key_values=cache, use_cache=True, return_dict=True, **arguments
+                input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **arguments
             ).logits
         return logits[0]
 

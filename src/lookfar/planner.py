@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from lookfar.budget import CostCurve, best_count
 from lookfar.calibration import Calibration
 from lookfar.config import Recycle
 from lookfar.drafters.base import Proposal, stack
-from lookfar.forest import Forest, Luck, Offers, grow_forest
+from lookfar.forest import BACKERS, DEEP, LOUDEST, PARENT, TOKEN, Forest, Luck, Offers, grow_forest
 from lookfar.memory import Memory
 from lookfar.sequence import Sequence
 from lookfar.successors import NO_SUCCESSORS, SAMPLED_TOP
@@ -130,8 +131,8 @@ def _grow(
                 counts[-1] += len(proposal.drafts)
     offers = Offers(
         drafts=stack([proposal.drafts for proposal in drafted]),
-        grades=np.concatenate([NO_PROPOSAL.grades, *(proposal.grades for proposal in drafted)]),
-        weights=np.concatenate([NO_PROPOSAL.weights, *(proposal.weights for proposal in drafted)]),
+        grades=np.concatenate([p.grades for p in drafted]) if drafted else NO_PROPOSAL.grades,
+        weights=np.concatenate([p.weights for p in drafted]) if drafted else NO_PROPOSAL.weights,
         sources=np.array(sources, np.int32).repeat([len(proposal.drafts) for proposal in drafted]),
         starts=np.array(counts, np.int32),
         roots=np.array([[s.ids[-2] if len(s.ids) > 1 else -1, s.ids[-1]] for s in sequences], dtype=np.int32),
@@ -145,10 +146,15 @@ def _grow(
     return Guesses(grow_forest(offers, recycled, calibration, *limits), calibration)
 
 
+_no_luck = lru_cache(maxsize=64)(Luck.unknown)  # never written to
+
+
 def _luck(sequences: Seq[Sequence]) -> Luck:
     """The noise that the next tokens of the sampled sequences will meet, as far as it can be known."""
-    luck = Luck.unknown(len(sequences))
     sampled = [(i, s.request.draws) for i, s in enumerate(sequences) if s.request.draws is not None]
+    if not sampled:
+        return _no_luck(len(sequences))
+    luck = Luck.unknown(len(sequences))
     for i, _ in sampled:
         luck.heads[i], luck.heats[i] = sequences[i].emitted, sequences[i].temperature
     noises = {draws.noise for _, draws in sampled}
@@ -229,14 +235,15 @@ def _trees(guesses: Guesses, count: int, batch: int) -> list[TokenTree]:
     for owner in range(batch):
         nodes = picked[forest.owners[picked] == owner] if batch > 1 else picked
         place[nodes] = np.arange(len(nodes))
+        of_tree = forest.nodes[nodes]
         trees.append(
             TokenTree(
-                forest.tokens[nodes],
-                place[forest.parents[nodes]],
-                forest.depths[nodes],
-                forest.sources[nodes],
+                of_tree[:, TOKEN],
+                place[of_tree[:, PARENT]],
+                of_tree[:, DEEP],
+                of_tree[:, LOUDEST],
                 forest.scores[nodes],
-                forest.backers[nodes],
+                of_tree[:, BACKERS],
                 names,
             )
         )

@@ -59,11 +59,19 @@ class TokenTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` (or of `ROOT`) that holds `token`."""
-        found = ((self.parents == node) & (self.tokens == token)).nonzero()[0]
-        return int(found[0]) if len(found) else None
+        found: int = find_child(self.parents, self.tokens, node, token) if len(self.tokens) else -1
+        return found if found >= 0 else None
 
     def source(self, node: int) -> str:
         return self.names[int(self.sources[node])]
+
+
+@jit
+def find_child(parents, tokens, node, token):  # type: ignore[no-untyped-def]
+    for i in range(max(node, 0), len(parents)):
+        if parents[i] == node and tokens[i] == token:
+            return i
+    return -1
 
 
 NO_TREE = TokenTree(*(np.zeros(0, np.int32),) * 4, np.zeros(0, np.float32), np.zeros(0, np.int32))
@@ -88,6 +96,20 @@ def visibility(chain, parents, riders):  # type: ignore[no-untyped-def]
             visible[row, chain : chain + parent + 1] = visible[chain + parent, chain : chain + parent + 1]
         visible[row, row] = True
     return visible
+
+
+@jit
+def after_what(chain, tokens, parents, before):  # type: ignore[no-untyped-def]
+    """The tokens of a chain and its tree, and the token before each; `before` stands before the first."""
+    fed = np.empty(len(chain) + len(tokens), np.int32)
+    behind = np.empty(len(fed), np.int32)
+    for row in range(len(chain)):
+        fed[row] = chain[row]
+        behind[row] = chain[row - 1] if row else before
+    for node in range(len(tokens)):
+        fed[len(chain) + node] = tokens[node]
+        behind[len(chain) + node] = fed[len(chain) + parents[node]]
+    return fed, behind
 
 
 @dataclass(frozen=True)
@@ -118,7 +140,8 @@ class SequencePlan:
     riders: tuple[Riders, ...] = ()  # one entry for each drafter, perhaps without rows; or none at all
 
     def __len__(self) -> int:
-        return len(self.chain) + len(self.tree) + sum(map(len, self.riders))
+        riding = sum(map(len, self.riders)) if self.riders else 0
+        return len(self.chain) + len(self.tree.tokens) + riding
 
     @property
     def root_row(self) -> int:
@@ -164,9 +187,10 @@ class SequencePlan:
 
 
 class Plan:
-    """One forward for several sequences in neighbouring slots: every row, padded to the longest sequence.
+    """One forward for several sequences in neighbouring slots.
 
-    Padding rows hold token 0 at the root's position, see what the root sees, and are never read.
+    Its arrays hold every row, padded to the longest sequence. Padding rows hold token 0 at the root's position, see
+    what the root sees, and are never read.
     """
 
     def __init__(
@@ -179,24 +203,43 @@ class Plan:
         self.sequences = sequences
         self.guesses = guesses  # what the trees were chosen from
         self.first_slot = first_slot
-        self.cached = np.array([s.cached for s in sequences], dtype=np.int64)  # [batch]
-        self.rows = np.array([len(s) for s in sequences], dtype=np.int64)  # [batch]
-        self.width = int(self.rows.max())
-        if len(sequences) == 1:
-            self.tokens, self.positions = sequences[0].tokens[None], sequences[0].positions[None]
-            wanted = sequences[0].wanted
-        else:
-            self.tokens = np.zeros((len(sequences), self.width), dtype=np.int64)
-            self.positions = np.zeros((len(sequences), self.width), dtype=np.int64)
-            wanted = np.zeros(self.width, dtype=bool)
-            for i, sequence in enumerate(sequences):
-                n = len(sequence)
-                self.tokens[i, :n] = sequence.tokens
-                self.positions[i, :n] = sequence.positions
-                self.positions[i, n:] = sequence.cached + sequence.root_row
-                wanted[:n] |= sequence.wanted
-        # Logits are made for the union over the batch: a model takes one list of rows for all sequences.
-        self.kept = np.flatnonzero(wanted) if kept is None else kept
+        self.lengths = [len(s) for s in sequences]
+        self.width = max(self.lengths)
+        if kept is not None:
+            self.kept = kept
+
+    @cached_property
+    def cached(self) -> Ints:
+        return np.array([s.cached for s in self.sequences], dtype=np.int64)  # [batch]
+
+    @cached_property
+    def rows(self) -> Ints:
+        return np.array(self.lengths, dtype=np.int64)  # [batch]
+
+    @cached_property
+    def tokens(self) -> Ints:
+        """[batch, rows]"""
+        tokens = np.zeros((self.batch, self.width), dtype=np.int64)
+        for i, sequence in enumerate(self.sequences):
+            tokens[i, : len(sequence)] = sequence.tokens
+        return tokens
+
+    @cached_property
+    def positions(self) -> Ints:
+        """[batch, rows]"""
+        positions = np.zeros((self.batch, self.width), dtype=np.int64)
+        for i, sequence in enumerate(self.sequences):
+            positions[i, : len(sequence)] = sequence.positions
+            positions[i, len(sequence) :] = sequence.cached + sequence.root_row
+        return positions
+
+    @cached_property
+    def kept(self) -> Ints:
+        """Rows whose logits are made: the union over the batch, since a model takes one list for all sequences."""
+        wanted = np.zeros(self.width, dtype=bool)
+        for sequence in self.sequences:
+            wanted[: len(sequence)] |= sequence.wanted
+        return np.flatnonzero(wanted)
 
     @cached_property
     def visible(self) -> Bools:

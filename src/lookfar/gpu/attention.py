@@ -19,7 +19,8 @@ import triton.language as tl
 from lookfar.gpu.table import DIRECT, LOW, NEAR, PATH, SEEN, SLOT, TILE_FIRST, TILE_ROWS, TILE_SIZE
 
 BLOCK = 64  # keys taken at once
-TILE = 64  # query heads × rows taken at once
+CHUNK = 128  # keys of one program, of short texts
+UNROLL = 4  # chunks added up at once
 CHUNKS = 32  # so many chunks of keys are small, so that short texts keep many programs busy; the rest are large
 LARGE = 8  # times as large
 
@@ -170,6 +171,7 @@ def own_keys(  # type: ignore[no-untyped-def]
     V_PAD: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
+    UNROLL: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -219,17 +221,22 @@ def own_keys(  # type: ignore[no-untyped-def]
     total = tl.zeros([GROUP_PAD], tl.float32)
     mixed = tl.zeros([GROUP_PAD, V_PAD], tl.float32)
     if far > low:
-        for chunk in range(chunk_of(low, CHUNK, CHUNKS, LARGE), chunk_of(far - 1, CHUNK, CHUNKS, LARGE) + 1):
-            place = (chunk * rows + row).to(tl.int64) * heads + head
-            its_top = tl.load(top_in + place, valid, float("-inf"))
-            its_total = tl.load(total_in + place, valid, 0.0)
-            its_mixed = tl.load(mixed_in + place[:, None] * V_DIM + v_at[None, :], fits, 0.0)
-            higher = tl.maximum(top, its_top)
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            mine, its = tl.exp2(top - base), tl.exp2(its_top - base)
-            total = total * mine + its_total * its
-            mixed = mixed * mine[:, None] + its_mixed * its[:, None]
-            top = higher
+        end = chunk_of(far - 1, CHUNK, CHUNKS, LARGE) + 1
+        for first in range(chunk_of(low, CHUNK, CHUNKS, LARGE), end, UNROLL):
+            for i in tl.static_range(UNROLL):  # unrolled, so that all are fetched before the first is added
+                place = ((first + i) * rows + row).to(tl.int64) * heads + head
+                known = member < tl.where(first + i < end, GROUP, 0)
+                its_top = tl.load(top_in + place, known, float("-inf"))
+                its_total = tl.load(total_in + place, known, 0.0)
+                its_mixed = tl.load(
+                    mixed_in + place[:, None] * V_DIM + v_at[None, :], known[:, None] & (v_at < V_DIM)[None, :], 0.0
+                )
+                higher = tl.maximum(top, its_top)
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                mine, its = tl.exp2(top - base), tl.exp2(its_top - base)
+                total = total * mine + its_total * its
+                mixed = mixed * mine[:, None] + its_mixed * its[:, None]
+                top = higher
     scores = scores_of(queries, k_block, scale, softcap, CAPPED)
     sees = (key < seen) & (key >= low)
     top, total, mixed = fold(tl.where(sees[None, :], scores, float("-inf")), v_block, top, total, mixed)
@@ -259,7 +266,8 @@ def attend(
     if query.stride(3) != 1:
         query = query.contiguous()
     out = torch.empty(1, rows, heads, v_dim, dtype=query.dtype, device=query.device)
-    chunk = 256 if rows <= 64 else 1024
+    # So many rows that all programs have work anyway need no small chunks, and would have large sums to keep.
+    chunk = CHUNK if rows <= 64 else 8 * CHUNK
     far = max((keys.shape[2] - 1) // NEAR - 1, 0) * NEAR  # of a row that sees all cells
     near_end = CHUNKS * chunk
     chunks = -(-far // chunk) if far <= near_end else CHUNKS + -(-(far - near_end) // (LARGE * chunk))
@@ -284,17 +292,18 @@ def attend(
         "LOW": LOW,
     }
     if chunks:
-        parts = -(-min(TILE_SIZE, rows) * group // TILE)
+        tile = 16 if min(TILE_SIZE, rows) * group <= 16 else 64  # query heads × rows taken at once
+        parts = -(-min(TILE_SIZE, rows) * group // tile)
         tiles = table.shape[2] - rows
         shared_keys[(tiles * parts, kv_heads, chunks)](
             query, keys, values, table, mixed, top, total, scale, softcap, *strides, rows, heads,
-            PARTS=parts, TILE=TILE, BLOCK=BLOCK, TILE_FIRST=TILE_FIRST, TILE_ROWS=TILE_ROWS, **shape,
+            PARTS=parts, TILE=tile, BLOCK=BLOCK, TILE_FIRST=TILE_FIRST, TILE_ROWS=TILE_ROWS, **shape,
             num_warps=4, num_stages=2,
         )  # fmt: skip
     own_keys[(rows, kv_heads)](
         query, keys, values, table, mixed, top, total, sinks if sinks is not None else query, out, scale, softcap,
         *strides, rows, heads,
-        GROUP_PAD=max(16, triton.next_power_of_2(group)), SINKS=sinks is not None, DIRECT=DIRECT, PATH=PATH, **shape,
+        GROUP_PAD=max(16, triton.next_power_of_2(group)), UNROLL=UNROLL, SINKS=sinks is not None, DIRECT=DIRECT, PATH=PATH, **shape,
         num_warps=4, num_stages=1,
     )  # fmt: skip
     return out

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence as Seq
+from contextlib import nullcontext
+from itertools import accumulate
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +15,24 @@ import torch
 from lookfar.answers import Answers, EagerSteps, Room
 from lookfar.arrays import Ints
 from lookfar.cache import SlotCache
-from lookfar.errors import CapacityError, LookfarWarning
+from lookfar.errors import CapacityError, ConfigError, LookfarWarning
+from lookfar.gpu import twin
+from lookfar.gpu.compiled import CompiledLayers
 from lookfar.gpu.interface import NAME
 from lookfar.gpu.memory import cache_size, free_memory
 from lookfar.gpu.packed import Forward, PackedStep
-from lookfar.gpu.table import NEAR, is_told_by_paths
+from lookfar.gpu.table import NEAR
 from lookfar.model import BoundModel
 from lookfar.probe import agree, branched_plan
+from lookfar.progress import bar
 from lookfar.tree import Plan
 
 if TYPE_CHECKING:
     from lookfar.sequence import Sequence
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows; a step has the next of these, the rest is padding
+BUCKET_OF = [next(size for size in BUCKETS if size >= rows) for rows in range(BUCKETS[-1] + 1)]
+EVERY_ROW = np.arange(BUCKETS[-1])
 FIXED_ROWS = 64
 CAPACITY = 64  # of the cache that a model is tried with
 
@@ -46,9 +53,8 @@ class CapturedSteps:
         self.room = Room(FIXED_ROWS if exact else BUCKETS[-1], NEAR, packed=True, fixed=exact)
         self.launching = 0.0
         self.cell_bytes = 0
-        self._forward: Forward = model.model.forward
-        if compile:
-            self._forward = torch.compile(model.model.forward, dynamic=True)
+        self.graph_bytes = 0  # held by captured steps
+        self.compiled = CompiledLayers(model.model) if compile else None
         self._captures = model.device.type == "cuda"
         self._works = True
         self._cache: SlotCache | None = None
@@ -67,7 +73,7 @@ class CapturedSteps:
         return "" if same else "its attention does not go through transformers' attention interface"
 
     def fed(self, plan: Plan) -> int:
-        return self._bucket(plan) if self._takes(plan) else self.eager.fed(plan)
+        return self._bucket(plan) if self._works and sum(plan.lengths) <= BUCKETS[-1] else self.eager.fed(plan)
 
     def cache_size(self, slots: int, cells: int, most_slots: int) -> tuple[int, int]:
         if not self._captures:
@@ -87,74 +93,74 @@ class CapturedSteps:
         """Forget all captured steps: they belong to a cache that goes."""
         self._steps.clear()
         self._mover = self._pool = self._cache = None
+        self.graph_bytes = 0
 
     def start(self, plan: Plan, cache: SlotCache, group: Seq[Sequence], top: int) -> Callable[[], Answers]:
         began = perf_counter()
-        step = self._step_for(plan, cache) if self._takes(plan, group) else None
-        if step is None:
+        top = min(top, self.model.vocab_size)
+        given = any(sequence.request.embeds is not None for sequence in group)
+        fits = self._works and not given and sum(plan.lengths) <= BUCKETS[-1]
+        step = self._step_for(plan, cache, top) if fits else None
+        if step is None or not step.fill(plan):
+            if self.exact:
+                raise ConfigError(
+                    f"exact=True feeds {FIXED_ROWS} rows a step and trees of {NEAR} tokens in depth: guess less at once."
+                )
             self.launching = 0.0
             return self.eager.start(plan, cache, group, top)
-        step.fill(plan)
         step.launch(top)
         self.launching = perf_counter() - began
         return lambda: step.answers(plan, top)
 
-    def _takes(self, plan: Plan, group: Seq[Sequence] = ()) -> bool:
-        """Can this step be packed?"""
-        return (
-            self._works
-            and sum(map(len, plan.sequences)) <= BUCKETS[-1]
-            and all(sequence.request.embeds is None for sequence in group)
-            and all(map(is_told_by_paths, plan.sequences))
-        )
-
     def _bucket(self, plan: Plan) -> int:
-        rows = sum(map(len, plan.sequences))
-        if self.exact and all(of_one.complete for of_one in plan.sequences):
+        if self.exact and all(rows.complete for rows in plan.sequences):
             return FIXED_ROWS
-        return next(size for size in BUCKETS if size >= rows)
+        return BUCKET_OF[sum(plan.lengths)]
 
-    def _step_for(self, plan: Plan, cache: SlotCache) -> CapturedStep | None:
+    def _step_for(self, plan: Plan, cache: SlotCache, top: int) -> CapturedStep | None:
         """The step of the right shape, captured if it is new; None if the model cannot be captured."""
         if cache is not self._cache:
             self._drop()
             self._cache = cache
         rows = self._bucket(plan)
-        batch = next(size for size in BUCKETS if size >= plan.batch)
-        key = rows, min(batch, rows)
-        if key not in self._steps:
-            try:
-                self._steps[key] = self._capture(*key)
-            except torch.OutOfMemoryError as error:
-                raise CapacityError(
-                    f"There is no memory to capture steps of {rows} rows: lower max_batch, max_length or prefill_rows."
-                ) from error
-            except Exception as error:
-                self._works = False
-                self.room = Room()
-                name = self.model.support.model_type
-                reason = " ".join(str(error).split())[:200]
-                warnings.warn(
-                    f"{name} runs without captured steps, which is slower: {reason}", LookfarWarning, stacklevel=2
-                )
-                return None
-        return self._steps[key]
+        batch = BUCKET_OF[plan.batch]
+        step = self._steps.get((rows, min(batch, rows)))
+        if step is not None and step.ready(top):
+            return step
+        try:
+            return self._capture(cache, rows, min(batch, rows), top)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"There is no memory to capture steps of {rows} rows: lower max_batch, max_length or prefill_rows."
+            ) from error
+        except Exception as error:
+            if self.exact:
+                raise
+            self._works, self.room = False, self.eager.room
+            name, reason = self.model.support.model_type, " ".join(str(error).split())[:200]
+            warnings.warn(
+                f"{name} runs without captured steps, which is slower: {reason}", LookfarWarning, stacklevel=2
+            )
+            return None
 
-    def _capture(self, rows: int, batch: int) -> CapturedStep:
-        assert self._cache is not None
-        step = CapturedStep(self.model, self._cache, rows, batch)
-        with self.model.attending(NAME):
-            if not self._captures:
-                step.run_with(self._forward)
-                return step
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            step.warm_up(self._forward)
+    def _capture(self, cache: SlotCache, rows: int, batch: int, top: int) -> CapturedStep:
+        step = self._steps.get((rows, batch)) or CapturedStep(self.model, cache, rows, batch, self)
+        if step.on_gpu:
+            before = torch.cuda.memory_reserved(self.model.device)
             if self._mover is None:
                 from lookfar.gpu.moving import Mover
 
-                self._mover = Mover(self._cache)
-            step.capture(self._forward, self._mover, self._pool)
+                self._pool = torch.cuda.graph_pool_handle()
+                with self.model.attending(NAME):
+                    step.clear()
+                    step.device.copy_(step.host)
+                    step.forward(self.model.model.forward)  # makes the cache's buffers
+                self._mover = Mover(cache)
+            waiting = bar(f"Compiling steps of {rows} rows") if self.compiled else nullcontext()
+            with self.model.attending(NAME), waiting:
+                step.capture(top, self._mover, self._pool)
+            self.graph_bytes += torch.cuda.memory_reserved(self.model.device) - before
+        self._steps[rows, batch] = step
         return step
 
 
@@ -171,20 +177,21 @@ def packs(model: BoundModel) -> tuple[bool, int]:
 
 
 class CapturedStep(PackedStep):
-    """A packed step as a graph, and graphs that choose from its logits."""
+    """A packed step as graphs: one for each number of predictions that is asked for."""
 
-    def __init__(self, model: BoundModel, cache: SlotCache, rows: int, batch: int) -> None:
+    def __init__(self, model: BoundModel, cache: SlotCache, rows: int, batch: int, steps: CapturedSteps) -> None:
         super().__init__(model, cache, rows, batch)
+        self.steps = steps
         self.logits = torch.empty(0)
-        self._replay: Callable[[], None] = lambda: None
-        self._choosers: dict[int, tuple[torch.Tensor, Callable[[], None]]] = {}
-        self._pool: Any = None
+        self.back = torch.empty(0)
+        self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, Callable[[], None]]] = {}
 
-    def fill(self, plan: Plan) -> None:
-        super().fill(plan)
+    def fill(self, plan: Plan) -> bool:
+        if not super().fill(plan):
+            return False
+        if not self.on_gpu:
+            return True  # moved by the cache itself
         self.host_moves[:, 0] = -1
-        if self.device.device.type == "cpu":
-            return  # moved by the cache itself
         for i in range(plan.batch):
             cells = self.cache.claim(plan.first_slot + i, NEAR)
             if cells is not None:
@@ -192,81 +199,71 @@ class CapturedStep(PackedStep):
                 orders[:] = -1
                 orders[0] = plan.first_slot + i
                 orders[1 : 1 + len(cells[0])], orders[1 + NEAR : 1 + NEAR + len(cells[1])] = cells
+        return True
 
-    def run_with(self, forward: Forward) -> None:
-        """Without a GPU: run the model each time."""
-
-        def replay() -> None:
-            self.cache.settle()
-            with self.model.attending(NAME):
-                self.logits = self.forward(forward)
-
-        self._replay = replay
-
-    def warm_up(self, forward: Forward) -> None:
-        """Run it twice with padding alone: whatever is compiled or allocated once is, before the capture."""
-        self.clear()
-        self.device.copy_(self.host)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self.forward(forward)
-        torch.cuda.current_stream().wait_stream(side)
-
-    def capture(self, forward: Forward, mover: Callable[[torch.Tensor], None], pool: Any) -> None:
-        self.host_moves[:] = -1
-        self.device.copy_(self.host)
-        mover(self.moves)  # compiles
-        torch.cuda.synchronize()
-        self._pool, graph = pool, torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self.device.copy_(self.host, non_blocking=True)
-            mover(self.moves)
-            self.logits = self.forward(forward)
-        self._replay = graph.replay
+    def run(self) -> torch.Tensor:
+        """The forward, compiled if that was asked for."""
+        if self.steps.compiled is None:
+            return self.forward(self.model.model.forward)
+        self.steps.compiled.turn = self.packed.turn_of
+        return self.forward(self.steps.compiled)
 
     def launch(self, top: int) -> None:
-        self._replay()
-        if top not in self._choosers:
-            self._choosers[top] = self._chooser(top)
-        self._choosers[top][1]()
+        """Run what was filled in."""
+        if not self.on_gpu:
+            self.cache.settle()
+            with self.model.attending(NAME):
+                self.logits = self.run()
+            self.back = twin.best(self.logits, top)
+            return
+        self.logits, self.back, replay = self._graphs[top]
+        replay()
 
-    def _chooser(self, top: int) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Choices and `top` predictions of every row, and how they get into the block that comes back."""
-        on_gpu = self.logits.device.type == "cuda"
-        back = torch.zeros(self.rows, 1 + 2 * top, dtype=torch.int32, pin_memory=on_gpu)
+    def ready(self, top: int) -> bool:
+        """Is there a graph? Without a GPU none is needed."""
+        return top in self._graphs or not self.on_gpu
 
-        def choose() -> None:
-            scores = self.logits.float()  # as transformers compares them
-            columns = [scores.argmax(-1, keepdim=True).int()]
-            if top:
-                values, ids = scores.topk(top, -1)
-                columns += [ids.int(), values.view(torch.int32)]
-            back.copy_(torch.cat(columns, -1), non_blocking=True)
+    def capture(self, top: int, mover: Callable[[torch.Tensor], None], pool: Any) -> None:
+        """Run it twice with padding alone, so that whatever is compiled or allocated once is, and then for the graph."""
+        from lookfar.gpu.best import best
 
-        if not on_gpu:
-            return back, choose
-        choose()
+        self.clear()
+        self.host_moves[:] = -1
+        back = torch.zeros(self.rows, 1 + 2 * top, dtype=torch.int32, pin_memory=True)
+
+        def step() -> torch.Tensor:
+            self.device.copy_(self.host, non_blocking=True)
+            mover(self.moves)
+            logits = self.run()
+            back.copy_(best(logits, top), non_blocking=True)
+            return logits
+
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+            step()
+        torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            choose()
-        return back, graph.replay
+        with torch.cuda.graph(graph, pool=pool):
+            logits = step()
+        self._graphs[top] = logits, back, graph.replay
 
     def answers(self, plan: Plan, top: int) -> Answers:
         """Wait for the device, and read what came back."""
-        if self.logits.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.current_stream().synchronize()
-        back = self._choosers[top][0].numpy()
-        starts = np.cumsum([0, *map(len, plan.sequences)])
-        of_each = [back[start:end] for start, end in zip(starts[:-1], starts[1:], strict=True)]
+        back, all_logits = self.back.numpy(), self.logits
+        starts = list(accumulate(plan.lengths, initial=0))
+        of_each = [back[start : start + length] for start, length in zip(starts, plan.lengths, strict=False)]
 
         def logits(sequence: int, rows: Ints) -> torch.Tensor:
-            return self.logits[starts[sequence] + rows[0] : starts[sequence] + rows[-1] + 1]
+            start = starts[sequence]
+            return all_logits[start + rows[0] : start + rows[-1] + 1]
 
         return Answers(
-            np.arange(plan.width),
+            EVERY_ROW[: plan.width],
             [own[:, 0].astype(np.int64) for own in of_each],
             logits,
             [own[:, 1 : 1 + top] for own in of_each] if top else None,

@@ -1,4 +1,4 @@
-"""Accepted rows of all layers moved to where they belong, in one kernel."""
+"""Keys and values put into their cells, and accepted ones moved to where they belong, in one kernel each."""
 
 from __future__ import annotations
 
@@ -31,6 +31,40 @@ def move(  # type: ignore[no-untyped-def]
     cells = tl.load(buffer + source[:, None] * cell_stride + at[None, :], there, 0)
     tl.debug_barrier()  # a cell may be read from and written to: all is read first
     tl.store(buffer + target[:, None] * cell_stride + at[None, :], cells, there)
+
+
+@triton.jit
+def put(  # type: ignore[no-untyped-def]
+    new_keys, new_values, keys, values, slots, cells, nk_head, nk_row, nv_head, nv_row, k_slot, k_head, k_cell, v_slot,
+    v_head, v_cell, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    slot, cell = tl.load(slots + row), tl.load(cells + row)
+    at = tl.arange(0, K_PAD)
+    new = tl.load(new_keys + head * nk_head + row * nk_row + at, at < K_DIM)
+    tl.store(keys + slot * k_slot + head * k_head + cell * k_cell + at, new, at < K_DIM)
+    at = tl.arange(0, V_PAD)
+    new = tl.load(new_values + head * nv_head + row * nv_row + at, at < V_DIM)
+    tl.store(values + slot * v_slot + head * v_head + cell * v_cell + at, new, at < V_DIM)
+
+
+def write_rows(
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    cells: torch.Tensor,
+) -> None:
+    """Put each row's keys and values, [1, heads, rows, dim], into its cell."""
+    new_keys, new_values = (x if x.stride(3) == 1 else x.contiguous() for x in (new_keys, new_values))
+    _, heads, rows, k_dim = new_keys.shape
+    v_dim = new_values.shape[3]
+    put[(rows, heads)](
+        new_keys, new_values, keys, values, slots, cells, *new_keys.stride()[1:3], *new_values.stride()[1:3],
+        *keys.stride()[:3], *values.stride()[:3],
+        K_DIM=k_dim, V_DIM=v_dim, K_PAD=triton.next_power_of_2(k_dim), V_PAD=triton.next_power_of_2(v_dim), num_warps=1,
+    )  # fmt: skip
 
 
 class Mover:

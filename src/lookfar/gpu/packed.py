@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from transformers import Cache
 
-from lookfar.arrays import Int32s, Ints
 from lookfar.cache import SlotCache
-from lookfar.gpu.table import CELLS, NEAR, SLOTS, WIDTH, fill, tiles_for
+from lookfar.gpu.table import CELLS, NEAR, POSITIONS, SLOTS, TOKENS, WIDTH, fill, tiles_for
 from lookfar.model import BoundModel
 from lookfar.tree import Plan
 
@@ -25,26 +24,29 @@ class PackedCache(Cache):
         super().__init__(layers=[])
         self.cache = cache
         self.slots, self.cells = slots, cells
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        self.now: tuple[Any, Any] = None, None  # the buffers of the layer whose turn it is
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer_idx >= len(self.keys):
-            self._make(key_states, value_states, layer_idx)
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
-        keys[self.slots, :, self.cells] = key_states[0].transpose(0, 1)
-        values[self.slots, :, self.cells] = value_states[0].transpose(0, 1)
+        if not torch.compiler.is_compiling():
+            self.turn_of(layer_idx, key_states, value_states)
+        keys, values = self.now
+        if keys.device.type == "cuda" and not torch.compiler.is_compiling():  # a compiler fuses it with what is before
+            from lookfar.gpu.moving import write_rows
+
+            write_rows(key_states, value_states, keys, values, self.slots, self.cells)
+        else:
+            keys[self.slots, :, self.cells] = key_states[0].transpose(0, 1)
+            values[self.slots, :, self.cells] = value_states[0].transpose(0, 1)
         return keys, values
 
-    def _make(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
+    def turn_of(self, layer_idx: int, key_states: Any = None, value_states: Any = None) -> None:
+        """The next update is this layer's."""
         layer = self.cache.layer(layer_idx)
-        if not layer.is_initialized:
+        if key_states is not None and not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
-        while len(self.keys) <= layer_idx:  # a layer that shares another one's keys never asks for its own
-            self.keys.append(layer.keys)
-            self.values.append(layer.values)
+        self.now = layer.keys, layer.values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions and tables say where a row is
@@ -59,6 +61,7 @@ class PackedStep:
         kinds = list(model.support.kinds.values())
         self.windows = np.array([[kind.window or 0, kind.chunk or 0] for kind in kinds], np.int32)
         device, on_gpu = model.device, model.device.type == "cuda"
+        self.on_gpu = on_gpu
         shapes = ((4, rows), (len(kinds), rows + tiles_for(rows, batch), WIDTH), (batch, 1 + 2 * NEAR))
         numbers = 4 * rows + (shapes[1][0] * shapes[1][1] * WIDTH + batch * shapes[2][1] + 1) // 2
         self.host = torch.zeros(numbers, dtype=torch.int64, pin_memory=on_gpu)
@@ -68,12 +71,16 @@ class PackedStep:
         self.inputs, self.tables, self.moves = _parts(self.device, shapes)
         self.packed = PackedCache(cache, self.inputs[SLOTS], self.inputs[CELLS])
 
-    def fill(self, plan: Plan) -> None:
-        """Write a step into the host's block."""
-        fill(plan.sequences, plan.first_slot, self.host_inputs, self.host_tables, self.windows, self.cache.capacity)
-        if self.model.support.max_positions is not None:
+    def fill(self, plan: Plan) -> bool:
+        """Write a step into the host's block; False if it cannot be told there."""
+        told = fill(
+            plan.sequences, plan.first_slot, self.host_inputs, self.host_tables, self.windows, self.cache.capacity
+        )
+        last = self.model.support.max_positions
+        if last is not None and any(rows.riders for rows in plan.sequences):
             # Only riders can point past the last position, and what they bring there is never used.
-            np.minimum(self.host_inputs[1], self.model.support.max_positions - 1, out=self.host_inputs[1])
+            np.minimum(self.host_inputs[POSITIONS], last - 1, out=self.host_inputs[POSITIONS])
+        return told
 
     def clear(self) -> None:
         """A step of nothing but padding, for trying it out."""
@@ -81,7 +88,8 @@ class PackedStep:
 
     def forward(self, forward: Forward) -> torch.Tensor:
         """The logits of all rows, [rows, vocabulary]."""
-        return self.model.forward_packed(self.inputs, self.tables, self.packed, forward)
+        tokens, positions = self.inputs[TOKENS], self.inputs[POSITIONS]
+        return self.model.forward_packed(tokens[None], positions[None], self.tables, self.packed, forward)
 
 
 def _parts(block: torch.Tensor, shapes: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from lookfar.arrays import Int32s, Ints
 from lookfar.jit import jit
-from lookfar.tree import Riders, SequencePlan
+from lookfar.tree import SequencePlan
 
 NEAR = 32  # the most keys of a path; also where attention parts near keys from far ones
 TILE_SIZE = 16  # the most rows of a tile
@@ -28,41 +28,36 @@ def tiles_for(rows: int, batch: int) -> int:
     return min(rows, -(-rows // TILE_SIZE) + batch - 1)
 
 
-def is_told_by_paths(rows: SequencePlan) -> bool:
-    """Does every row see the text and one path behind it, short enough for a table?"""
-    return int(rows.tree.depths.max(initial=0)) <= NEAR and all(map(_ride_along_paths, rows.riders))
-
-
-def _ride_along_paths(riders: Riders) -> bool:
-    """Does each rider see one key at every position up to its own?"""
-    before = np.cumsum(riders.sees, 1)
-    in_order = (riders.offsets[None, :] == before) | ~riders.sees
-    return bool(in_order.all() and (riders.offsets == before[:, -1:].T).all() and (riders.offsets <= NEAR).all())
-
-
 def fill(
     plans: Seq[SequencePlan], first_slot: int, inputs: Ints, tables: Int32s, windows: Int32s, scratch: int
-) -> None:
+) -> bool:
     """Write a step into its buffers; padding goes to the cell `scratch` and sees nothing.
 
-    `tables` holds one table for each kind of layer, whose window and chunk (0: none) are in `windows`.
+    `tables` holds one table for each kind of layer, whose window and chunk (0: none) are in `windows`. False if a row
+    sees something else than the text and one short path behind it.
     """
     row = tile = 0
     for i, rows in enumerate(plans):
-        end = row + len(rows)
-        inputs[TOKENS, row:end] = rows.tokens
-        inputs[POSITIONS, row:end] = rows.positions
-        chain = len(rows.chain)
+        tree, riders, slot = rows.tree, sum(map(len, rows.riders)) if rows.riders else 0, first_slot + i
         tile = describe(
-            tables, windows, inputs, first_slot + i, rows.cached, chain, rows.tree.parents, row, len(rows), tile
+            tables, windows, inputs, slot, rows.cached, rows.chain, tree.tokens, tree.parents, riders, row, tile
         )
-        if rows.riders:
-            start = chain + len(rows.tree)
-            for riders in rows.riders:
-                ride(tables, windows, riders.sees, rows.cached, chain, row, start)
-                start += len(riders)
-        row = end
+        if tile < 0:
+            return False
+        if riders:
+            start = len(rows.chain) + len(tree)
+            inputs[TOKENS, row + start : row + len(rows)] = rows.tokens[start:]
+            inputs[POSITIONS, row + start : row + len(rows)] = rows.positions[start:]
+            for of_one in rows.riders:
+                direct = rows.cached + len(rows.chain)
+                if not ride(
+                    tables, windows, of_one.sees, of_one.offsets, slot, direct, row + start, start, rows.cached
+                ):
+                    return False
+                start += len(of_one)
+        row += len(rows)
     finish(inputs, tables, row, tile, scratch)
+    return True
 
 
 @jit
@@ -77,48 +72,56 @@ def see(tables, windows, row, slot, direct, seen):  # type: ignore[no-untyped-de
 
 @jit
 def describe(  # type: ignore[no-untyped-def]
-    tables, windows, inputs, slot, cached, chain, parents, first, count, tile
+    tables, windows, inputs, slot, cached, chain, tokens, parents, riders, first, tile
 ):
-    """The chain and the tree of one sequence, whose rows begin at `first`; riders see nothing yet."""
+    """The chain and the tree of one sequence, whose rows begin at `first`. Returns the next tile; -1: it is too deep."""
+    count = len(chain) + len(tokens) + riders
     for r in range(count):
         inputs[SLOTS, first + r] = slot
         inputs[CELLS, first + r] = cached + r
-    for r in range(chain):
+    for r in range(len(chain)):
+        inputs[TOKENS, first + r] = chain[r]
+        inputs[POSITIONS, first + r] = cached + r
         see(tables, windows, first + r, slot, cached + r + 1, cached + r + 1)
-    direct = cached + chain
-    for node in range(len(parents)):
-        row, depth = first + chain + node, 1
+    direct, start = cached + len(chain), first + len(chain)
+    for node in range(len(tokens)):
+        row, above, depth = start + node, start + parents[node], 1
         if parents[node] >= 0:
-            above = first + chain + parents[node]
             depth = tables[0, above, SEEN] - direct + 1
+            if depth > NEAR:
+                return -1
+        inputs[TOKENS, row] = tokens[node]
+        inputs[POSITIONS, row] = direct + depth - 1
         for kind in range(len(tables)):
             for d in range(depth - 1):
                 tables[kind, row, PATH + d] = tables[kind, above, PATH + d]
             tables[kind, row, PATH + depth - 1] = direct + node
         see(tables, windows, row, slot, direct, direct + depth)
-    for r in range(chain + len(parents), count):
-        see(tables, windows, first + r, slot, direct, 0)
     rows = inputs.shape[1]
-    for start in range(0, count, TILE_SIZE):
+    for part in range(0, count, TILE_SIZE):
         for kind in range(len(tables)):
-            tables[kind, rows + tile, TILE_FIRST] = first + start
-            tables[kind, rows + tile, TILE_ROWS] = min(TILE_SIZE, count - start)
+            tables[kind, rows + tile, TILE_FIRST] = first + part
+            tables[kind, rows + tile, TILE_ROWS] = min(TILE_SIZE, count - part)
         tile += 1
     return tile
 
 
 @jit
-def ride(tables, windows, sees, cached, chain, first, start):  # type: ignore[no-untyped-def]
-    """Riders, which begin `start` rows behind the sequence's first, see their paths."""
-    direct = cached + chain
+def ride(tables, windows, sees, offsets, slot, direct, first, start, cached):  # type: ignore[no-untyped-def]
+    """Riders from row `first` on see their paths. False if one does not see a key at every position up to its own."""
     for rider in range(len(sees)):
-        row, depth = first + start + rider, 0
+        row, depth = first + rider, 0
         for other in range(len(sees)):
             if sees[rider, other]:
+                if depth == NEAR or offsets[other] != depth + 1:
+                    return False
                 for kind in range(len(tables)):
                     tables[kind, row, PATH + depth] = cached + start + other
                 depth += 1
-        see(tables, windows, row, tables[0, first, SLOT], direct, direct + depth)
+        if offsets[rider] != depth:
+            return False
+        see(tables, windows, row, slot, direct, direct + depth)
+    return True
 
 
 @jit

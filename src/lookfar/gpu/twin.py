@@ -37,3 +37,13 @@ def attend(
     weights = scores.softmax(-1).nan_to_num(0.0)[..., : key.shape[1]]  # padding sees nothing
     mixed = torch.einsum("rhgk,rkhd->rhgd", weights, v)
     return mixed.flatten(1, 2)[None].to(query.dtype)
+
+
+def best(logits: torch.Tensor, top: int) -> torch.Tensor:
+    """[rows, 1 + 2 × top]: the choice of each row, its best tokens, and the bits of their logits."""
+    scores = logits.float()  # as transformers compares them
+    columns = [scores.argmax(-1, keepdim=True).int()]
+    if top:
+        values, ids = scores.topk(min(top, scores.shape[-1]), -1)
+        columns += [ids.int(), values.view(torch.int32)]
+    return torch.cat(columns, -1)
