@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 import lookfar
 from conftest import random_prompts, reference
 from families import tiny_model
+from lookfar.answers import EagerSteps
 from lookfar.budget import CostCurve
 from lookfar.config import AUTO_ROWS, STRATEGIES, Strategy
 from lookfar.drafters.base import Drafter, Outcome, Proposal
@@ -144,17 +145,17 @@ def test_riders_that_bring_nothing_are_left_behind_and_tried_again() -> None:
 def test_the_curve_is_measured_once_and_kept() -> None:
     from lookfar.costs import REFINED_ENOUGH, cache_dir, keep_refined, machine_and_model, step_costs
 
-    bound = BoundModel(tiny_model("llama"))
-    curve = step_costs(bound)
+    steps = EagerSteps(BoundModel(tiny_model("llama")))
+    curve = step_costs(steps)
     assert (cache_dir() / "costs.json").exists()
-    assert step_costs(bound).table(64).tolist() == curve.table(64).tolist()
-    assert "float64" in machine_and_model(bound)
+    assert step_costs(steps).table(64).tolist() == curve.table(64).tolist()
+    assert "float64" in machine_and_model(steps)
     curve.seconds *= np.linspace(1, 3, len(curve.seconds))
-    keep_refined(bound, curve)  # too few real steps to believe them
-    assert step_costs(bound).seconds[-1] < curve.seconds[-1]
+    keep_refined(steps, curve)  # too few real steps to believe them
+    assert step_costs(steps).seconds[-1] < curve.seconds[-1]
     curve.refined = REFINED_ENOUGH
-    keep_refined(bound, curve)
-    assert step_costs(bound).seconds[-1] == pytest.approx(curve.seconds[-1])
+    keep_refined(steps, curve)
+    assert step_costs(steps).seconds[-1] == pytest.approx(curve.seconds[-1])
 
 
 @pytest.mark.parametrize("budget", [0, -1, 513, True, 2.5, "many"])

@@ -87,5 +87,5 @@ def answer(plan: Plan, logits: torch.Tensor, top: int) -> Answers:
         return logits[sequence, places]
 
     if not len(plan.kept):
-        return Answers(plan.kept, np.full(plan.tokens.shape, -1), of)
-    return Answers(plan.kept, plan.by_row(greedy(logits)), of, *(best(logits, top) if top else ()))
+        return Answers(plan.kept, list(np.full(plan.tokens.shape, -1)), of)
+    return Answers(plan.kept, list(plan.by_row(greedy(logits))), of, *(best(logits, top) if top else ()))

@@ -46,11 +46,11 @@ def pick(scores: torch.Tensor, noise: torch.Tensor | None) -> Ints:
         best_tokens: Ints = scores.argmax(-1).cpu().numpy()
         return best_tokens
     chances, tokens = odds(scores, noise).max(-1)
-    if torch.isnan(chances).any():
+    drawn: Ints = tokens.masked_fill(chances.isnan(), -1).cpu().numpy()
+    if drawn.min() < 0:
         raise RequestError(
             "The scores to sample from hold no number: a logits processor forbids every token, or the logits are NaN."
         )
-    drawn: Ints = tokens.cpu().numpy()
     return drawn
 
 

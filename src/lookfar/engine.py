@@ -27,6 +27,7 @@ from lookfar.drafters.base import Outcome, Predictions
 from lookfar.errors import CapacityError, ConfigError, LookfarError
 from lookfar.memory import Memory
 from lookfar.model import BoundModel
+from lookfar.pace import Pace
 from lookfar.planner import plan_step
 from lookfar.sequence import OnStep, OnTokens, Progress, Request, Sequence
 from lookfar.successors import SAMPLED_TOP, TOP
@@ -75,6 +76,7 @@ class Engine:
         self._waiting: deque[tuple[Call, int, Request]] = deque()
         self._left: dict[int, list[int]] = {}  # texts whose keys and values still lie in free slots
         self._later: list[Callable[[], None]] = []
+        self._paces: dict[int, Pace] = {}  # by the number of sequences in a step
         self._lock = Lock()
 
     def check(self, request: Request) -> None:
@@ -84,6 +86,13 @@ class Engine:
                 f"The prompt has {len(request.prompt)} tokens and max_new_tokens is {request.max_new_tokens}: "
                 f"{request.length} do not fit in {self.max_length}, so shorten one of them"
                 + (" or raise max_length." if self._limit_is_ours() else ", the longest text this model can position.")
+            )
+
+        room = self.steps.room
+        if room.fixed and room.rows is not None and request.budget is None and request.extra_rows >= room.rows:
+            raise ConfigError(
+                f"exact=True feeds {room.rows} rows a step and these strategies up to {request.extra_rows + 1}: give a "
+                "budget, or smaller settings."
             )
 
     def can_draft(self, request: Request) -> bool:
@@ -143,6 +152,7 @@ class Engine:
             self.active.clear()
             self._callers.clear()
             self._left.clear()
+            self._later.clear()
             raise
 
     def step(self) -> None:
@@ -151,17 +161,21 @@ class Engine:
         while self._waiting and len(self.active) < self.cache.slots:
             self._admit(*self._waiting.popleft())
         group, first_slot = self._next_group()
-        plan = plan_step(group, first_slot, self.prefill_rows, self.memory, self.costs, self.steps.room)
+        pace = self._pace_of(group)
+        guess = pace is None or pace.guess_next(self._plain_rate(group))
+        plan = plan_step(group, first_slot, self.prefill_rows, self.memory, self.costs, self.steps.room, guess)
         planned = perf_counter()
         sampled = any(sequence.request.draws is not None for sequence in group)
-        top = (SAMPLED_TOP if sampled else TOP) if any(sequence.wants_predictions for sequence in group) else 0
+        learning = guess and any(sequence.wants_predictions for sequence in group)
+        top = (SAMPLED_TOP if sampled else TOP) if learning else 0
         answered = self.steps.start(plan, self.cache, group, top)
         self._catch_up()
         answers = answered()
+        arrived = perf_counter()
         walks = verify(plan, group, answers)
         verified = perf_counter()
         starts = [sequence.cached for sequence in group]
-        kept = [self._advance(plan, i, sequence, walks[i], answers) for i, sequence in enumerate(group)]
+        kept = [self._advance(plan, i, sequence, walks[i], answers, guess) for i, sequence in enumerate(group)]
         ended = perf_counter()
         for i, (sequence, walk) in enumerate(zip(group, walks, strict=True)):
             self.cache.commit(first_slot + i, starts[i], kept[i])
@@ -171,7 +185,18 @@ class Engine:
                 self._callers[first_slot + i].progress.append(done)
         self._retire()
         if self.costs is not None and all(len(rows.chain) == 1 for rows in plan.sequences):
-            self._later.append(partial(self.costs.refine, self.steps.fed(plan), perf_counter() - began))
+            self._later.append(partial(self.costs.refine, self.steps.fed(plan), arrived - planned))
+        if pace is not None:
+            pace.learn(guess, sum(len(walk.tokens) for walk in walks if walk), perf_counter() - began)
+
+    def _pace_of(self, group: list[Sequence]) -> Pace | None:
+        """Whether to guess is asked for steps that decode with an automatic budget."""
+        automatic = all(sequence.request.budget == "auto" and sequence.uncached == 1 for sequence in group)
+        return self._paces.setdefault(len(group), Pace()) if automatic and self.costs is not None else None
+
+    def _plain_rate(self, group: list[Sequence]) -> float:
+        assert self.costs is not None
+        return len(group) / float(self.costs.table(len(group))[len(group)] * self.costs.drift)
 
     def _admit(self, call: Call, index: int, request: Request) -> None:
         """Give a request the next slot, with the keys and values that are already known."""
@@ -199,12 +224,16 @@ class Engine:
         end, widest = start, 0
         while end < len(self.active) and self.active[end].uncached > 1:
             widest = max(widest, min(self.active[end].uncached, self.prefill_rows))
+            if end > start and self.steps.room.fixed:
+                break  # what else is read beside a prompt would change the last bits of its keys and values
             if end > start and widest * (end - start + 1) > self.prefill_rows:
                 break
             end += 1
         return self.active[start:end], start
 
-    def _advance(self, plan: Plan, place: int, sequence: Sequence, walk: Walk | None, answers: Answers) -> Ints:
+    def _advance(
+        self, plan: Plan, place: int, sequence: Sequence, walk: Walk | None, answers: Answers, guess: bool
+    ) -> Ints:
         """Append what was emitted, count, and tell the drafters. Returns the rows to keep cached: the chain, and the
         accepted nodes."""
         rows = plan.sequences[place]
@@ -218,7 +247,7 @@ class Engine:
             sequence.stats.count_step(rows, accepted)
             if plan.guesses is not None:
                 self._later.append(partial(self._learn, plan, place, sequence, walk))
-        if sequence.drafters:
+        if sequence.drafters and (guess or sequence.finish_reason is not None):
             self._tell(plan, place, sequence, before, tokens, accepted, answers)
         return kept
 

@@ -59,8 +59,11 @@ class LM:
 
     `strategy` is "auto" by default, every source of guesses that pays, with as many rows a step as were measured to pay
     on this machine (`budget="auto"`). `pack` keeps a packed copy of the linear weights for faster steps; by default on
-    a CPU in float32, if memory allows. `store` is a file of past texts to guess from; with `remember`, answers are kept
-    for guessing later ones, in this process. The model is put into evaluation mode and otherwise left as it is.
+    a CPU in float32, if memory allows. On a CUDA device steps are captured as graphs where the model allows it
+    (`capture=None`); `compile` runs its layers through `torch.compile` under them, and `exact` makes the text
+    independent of what was guessed to the last bit, in half precision too (docs/gpu.md). `store` is a file of past
+    texts to guess from; with `remember`, answers are kept for guessing later ones, in this process. The model is put
+    into evaluation mode and otherwise left as it is.
     """
 
     def __init__(

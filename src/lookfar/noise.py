@@ -53,8 +53,10 @@ class Noise:
             places = min(AHEAD, AHEAD_BYTES // (4 * self.batch * self.width))
             self.coming = np.zeros((self.batch, places, self.width), np.float32)
         places, head = self.coming.shape[1], self._heads[row]
-        for place in range(max(self._copied[row], head), head + places):
-            self.coming[row, place % places] = self._draw(place)[row].cpu().numpy()
+        new = range(max(self._copied[row], head), head + places)
+        if new:
+            where = [place % places for place in new]
+            self.coming[row, where] = torch.stack([self._draw(place)[row] for place in new]).cpu().numpy()
         self._copied[row] = head + places
 
     def settle(self, steps: int) -> None:

@@ -50,10 +50,11 @@ def plan_step(
     memory: Memory,
     costs: CostCurve | None = None,
     room: Room = ANY_ROOM,
+    guess: bool = True,
 ) -> Plan:
     """Plan the next forward of sequences in neighbouring slots."""
     chains = [plan_chain(sequence, prefill_rows, room.fixed) for sequence in sequences]
-    if not any(sequence.drafters for sequence in sequences):
+    if not guess or not any(sequence.drafters for sequence in sequences):
         return Plan(chains, first_slot)
     proposals = [_propose(sequence, chain) for sequence, chain in zip(sequences, chains, strict=True)]
     if not any(map(len, proposals)):

@@ -31,6 +31,8 @@ def chat(
     budget: options.Budget = None,
     store: options.StoreFile = None,
     pack: options.Pack = None,
+    compile: options.Compile = False,
+    exact: options.Exact = False,
     max_new_tokens: options.MaxNewTokens = 512,
     max_length: options.MaxLength = None,
     temperature: options.Temperature = None,
@@ -45,7 +47,7 @@ def chat(
     """Talk with MODEL. Ctrl-C stops an answer, /help shows the commands, Ctrl-D or /exit ends it."""
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     sampling = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
-    lm = options.load_model(model, device, dtype, max_length, store, pack)
+    lm = options.load_model(model, device, dtype, max_length, store, pack, compile, exact)
     lm.chat_ids([{"role": "user", "content": "Hi"}])  # a model that cannot chat says so before anything is typed
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  arrow keys and history while typing

@@ -28,6 +28,8 @@ def compare(
     budget: options.Budget = None,
     store: options.StoreFile = None,
     pack: options.Pack = None,
+    compile: options.Compile = False,
+    exact: options.Exact = False,
     max_new_tokens: options.MaxNewTokens = 128,
     max_length: options.MaxLength = None,
     temperature: options.Temperature = None,
@@ -47,14 +49,16 @@ def compare(
 
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     sampling = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
-    lm = options.load_model(model, device, dtype, max_length, store, pack)
+    lm = options.load_model(model, device, dtype, max_length, store, pack, compile, exact)
     ids, _ = options.prompt_ids(lm, prompt, raw)
     contestants = {"plain": (), "strategy": lm.strategy if chosen is None else chosen}
     name = name_of(contestants["strategy"])
     runs: dict[str, list[Completion]] = {side: [] for side in contestants}
-    # The first forward passes of a process are slow; they should not count against whoever comes first.
+    # The first forward passes of a process are slow; they should not count against whoever comes first. Captured steps
+    # are made when their number of rows is first needed, so there the whole text is decoded once.
+    first = max_new_tokens if lm.engine.steps.room.packed else min(4, max_new_tokens)
     for plan in contestants.values():
-        lm.generate(ids, max_new_tokens=min(4, max_new_tokens), strategy=plan, budget=rows, **sampling)
+        lm.generate(ids, max_new_tokens=first, strategy=plan, budget=rows, **sampling)
     for _ in range(repeats):
         for side, plan in contestants.items():
             lm.forget()  # the answer itself must not be what the next one is guessed from
@@ -128,5 +132,6 @@ def _show(lm: LM, record: dict[str, Any], plain: Completion, fast: Completion, n
         out.print(f"[bold red]Different[/] from token {where['token']} on, {record['speed_up']:.2f}× the speed.")
         out.print(
             f"The two best logits there are {where['margin']:.4f} apart: in half precision a near-tie can "
-            "flip with the number of rows; run with --dtype float32 to see that it is nothing else."
+            "flip with the number of rows; run with --dtype float32, or on a GPU with --exact, to see that it is "
+            "nothing else."
         )

@@ -17,6 +17,8 @@ def generate(
     budget: options.Budget = None,
     store: options.StoreFile = None,
     pack: options.Pack = None,
+    compile: options.Compile = False,
+    exact: options.Exact = False,
     max_new_tokens: options.MaxNewTokens = 128,
     max_length: options.MaxLength = None,
     temperature: options.Temperature = None,
@@ -37,7 +39,7 @@ def generate(
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     asked = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
     asked |= options.constraints(stop, json_schema, regex)
-    lm = options.load_model(model, device, dtype, max_length, store, pack)
+    lm = options.load_model(model, device, dtype, max_length, store, pack, compile, exact)
     ids, _ = options.prompt_ids(lm, prompt, raw)
     asked |= {"max_new_tokens": max_new_tokens, "strategy": chosen, "budget": rows}
     if as_json:

@@ -39,6 +39,12 @@ Pack = Annotated[
     bool | None,
     typer.Option("--pack/--no-pack", help="Keep a packed copy of the weights. By default on a CPU, if there is room."),
 ]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="On a GPU: run the layers through torch.compile (a minute the first time).")
+]
+Exact = Annotated[
+    bool, typer.Option("--exact", help="On a GPU: the same text to the last bit whatever is guessed, in bfloat16 too.")
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Stop after this many tokens.")]
 MaxLength = Annotated[int | None, typer.Option(help="The longest text, prompt included, to keep room for.")]
 Temperature = Annotated[float | None, typer.Option(help="Sample, with this temperature; 0 takes the best token.")]
@@ -117,6 +123,8 @@ def load_model(
     max_length: int | None,
     store: Path | None = None,
     pack: bool | None = None,
+    compile: bool = False,
+    exact: bool = False,
 ) -> LM:
     """Load a model for a command."""
     from transformers import logging
@@ -124,7 +132,17 @@ def load_model(
     from lookfar.loading import load
 
     logging.set_verbosity_error()  # its advice would stand in the middle of an answer
-    return load(name, device=device, dtype=dtype, max_batch=1, max_length=max_length, store=store, pack=pack)
+    return load(
+        name,
+        device=device,
+        dtype=dtype,
+        max_batch=1,
+        max_length=max_length,
+        store=store,
+        pack=pack,
+        compile=compile,
+        exact=exact,
+    )
 
 
 def prompt_ids(lm: LM, prompt: str, raw: bool) -> tuple[list[int], str]:

@@ -1,8 +1,8 @@
 """Tree attention in Triton: many rows, each with a path of its own, against cached keys and values.
 
-Two kernels. The first attends from tiles of rows to the keys that lie far behind all of them, which rows of one sequence
-share; the keys are split over programs. The second goes on, for each row alone, with the last 33 to 64 keys of its own
-path, gathered in their order, and adds both up.
+Two kernels. The first attends from tiles of rows to the keys that lie far behind all of them, which rows of one
+sequence share; the keys are split over programs. The second goes on, for each row alone, with the last 33 to 64 keys of
+its own path, gathered in their order, and adds both up.
 
 Where the two meet, which keys make a block, and in which order blocks are added depends on the position of a row and on
 nothing else. So the result of a row does not depend, to the last bit, on what else is fed or guessed beside it.
@@ -16,13 +16,26 @@ import torch
 import triton
 import triton.language as tl
 
-from lookfar.gpu.table import DIRECT, LOW, NEAR, PATH, SEEN, SLOT, TILE_FIRST, TILE_ROWS, TILE_SIZE
+from lookfar.gpu.table import (
+    DIRECT,
+    LOW,
+    NEAR,
+    PATH,
+    SEEN,
+    SLOT,
+    TILE_FIRST,
+    TILE_LOW,
+    TILE_ROWS,
+    TILE_SEEN,
+    TILE_SIZE,
+    TILE_SLOT,
+)
 
 BLOCK = 64  # keys taken at once
-CHUNK = 128  # keys of one program, of short texts
-UNROLL = 4  # chunks added up at once
-CHUNKS = 32  # so many chunks of keys are small, so that short texts keep many programs busy; the rest are large
-LARGE = 8  # times as large
+CHUNK = 128  # keys of one program
+CHUNKS = 8  # so many chunks are that small, so that short texts keep many programs busy; the others are large
+LARGE = 4  # times as large
+UNROLL = 4  # chunks fetched at once
 
 
 @triton.jit
@@ -91,33 +104,37 @@ def shared_keys(  # type: ignore[no-untyped-def]
     CHUNKS: tl.constexpr,
     LARGE: tl.constexpr,
     NEAR: tl.constexpr,
-    SLOT: tl.constexpr,
     SEEN: tl.constexpr,
     LOW: tl.constexpr,
     TILE_FIRST: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    TILE_SLOT: tl.constexpr,
+    TILE_SEEN: tl.constexpr,
+    TILE_LOW: tl.constexpr,
 ):
     """A tile of rows of one sequence against one chunk of the keys that all of them have far behind."""
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     kv_head = tl.program_id(1)
     chunk = tl.program_id(2)
-    first = tl.load(table + (rows + tile) * WIDTH + TILE_FIRST)
-    count = tl.load(table + (rows + tile) * WIDTH + TILE_ROWS)
+    about = table + (rows + tile) * WIDTH
+    first = tl.load(about + TILE_FIRST)
+    count = tl.load(about + TILE_ROWS)
+    slot = tl.load(about + TILE_SLOT).to(tl.int64)
+    last = tl.maximum((tl.load(about + TILE_SEEN) - 1) // NEAR - 1, 0) * NEAR
+    lowest = tl.load(about + TILE_LOW)
+    begin = chunk_start(chunk, CHUNK, CHUNKS, LARGE)
+    if (begin >= last) | (part * TILE >= count * GROUP):
+        return
+    end = tl.minimum(chunk_start(chunk + 1, CHUNK, CHUNKS, LARGE), last)
+    begin = tl.maximum(begin, lowest // BLOCK * BLOCK)
     entry = part * TILE + tl.arange(0, TILE)
     valid = entry < count * GROUP
     row = first + entry // GROUP
     head = kv_head * GROUP + entry % GROUP
     seen = tl.load(table + row * WIDTH + SEEN, valid, 0)
-    low = tl.load(table + row * WIDTH + LOW, valid, 2147483647)
+    low = tl.load(table + row * WIDTH + LOW, valid, 0)
     far = tl.maximum((seen - 1) // NEAR - 1, 0) * NEAR
-    last = tl.max(far, 0)
-    begin = chunk_start(chunk, CHUNK, CHUNKS, LARGE)
-    if begin >= last:
-        return
-    end = tl.minimum(chunk_start(chunk + 1, CHUNK, CHUNKS, LARGE), last)
-    begin = tl.maximum(begin, tl.min(low, 0) // BLOCK * BLOCK)
-    slot = tl.load(table + first * WIDTH + SLOT).to(tl.int64)
     k_at = tl.arange(0, K_PAD)
     v_at = tl.arange(0, V_PAD)
     queries = tl.load(
@@ -287,7 +304,6 @@ def attend(
         "CHUNKS": CHUNKS,
         "LARGE": LARGE,
         "NEAR": NEAR,
-        "SLOT": SLOT,
         "SEEN": SEEN,
         "LOW": LOW,
     }
@@ -297,13 +313,15 @@ def attend(
         tiles = table.shape[2] - rows
         shared_keys[(tiles * parts, kv_heads, chunks)](
             query, keys, values, table, mixed, top, total, scale, softcap, *strides, rows, heads,
-            PARTS=parts, TILE=tile, BLOCK=BLOCK, TILE_FIRST=TILE_FIRST, TILE_ROWS=TILE_ROWS, **shape,
+            PARTS=parts, TILE=tile, BLOCK=BLOCK, TILE_FIRST=TILE_FIRST, TILE_ROWS=TILE_ROWS,
+            TILE_SLOT=TILE_SLOT, TILE_SEEN=TILE_SEEN, TILE_LOW=TILE_LOW, **shape,
             num_warps=4, num_stages=2,
         )  # fmt: skip
     own_keys[(rows, kv_heads)](
         query, keys, values, table, mixed, top, total, sinks if sinks is not None else query, out, scale, softcap,
         *strides, rows, heads,
-        GROUP_PAD=max(16, triton.next_power_of_2(group)), UNROLL=UNROLL, SINKS=sinks is not None, DIRECT=DIRECT, PATH=PATH, **shape,
+        GROUP_PAD=max(16, triton.next_power_of_2(group)), UNROLL=UNROLL, SINKS=sinks is not None,
+        SLOT=SLOT, DIRECT=DIRECT, PATH=PATH, **shape,
         num_warps=4, num_stages=1,
     )  # fmt: skip
     return out

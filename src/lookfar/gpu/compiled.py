@@ -1,7 +1,7 @@
 """The repeated layers of a model through torch.compile: one of them is compiled, and serves for all.
 
-A layer's number would make each of them a program of its own, since it says which keys and values to use. So the cache is
-told outside of the compiled code whose turn it is, and the number is left open inside.
+A layer's number would make each of them a program of its own, since it says which keys and values to use. So the cache
+is told outside of the compiled code whose turn it is, and the number is left open inside.
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ class CompiledLayers:
 
 def _number(layer: nn.Module) -> int | None:
     """Which layer of the cache a layer uses."""
-    return next(
-        (int(part.layer_idx) for part in layer.modules() if isinstance(part.__dict__.get("layer_idx"), int)), None
-    )
+    numbers = (vars(part).get("layer_idx") for part in layer.modules())
+    return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def _keep_on_disk() -> None:

@@ -20,12 +20,13 @@ from lookfar.gpu import twin
 from lookfar.gpu.compiled import CompiledLayers
 from lookfar.gpu.interface import NAME
 from lookfar.gpu.memory import cache_size, free_memory
-from lookfar.gpu.packed import Forward, PackedStep
+from lookfar.gpu.packed import PackedStep
+from lookfar.gpu.sisters import Sisters
 from lookfar.gpu.table import NEAR
 from lookfar.model import BoundModel
 from lookfar.probe import agree, branched_plan
 from lookfar.progress import bar
-from lookfar.tree import Plan
+from lookfar.tree import Plan, SequencePlan, TokenTree
 
 if TYPE_CHECKING:
     from lookfar.sequence import Sequence
@@ -54,6 +55,7 @@ class CapturedSteps:
         self.launching = 0.0
         self.cell_bytes = 0
         self.graph_bytes = 0  # held by captured steps
+        self.sisters = Sisters(model.model, lambda: None)
         self.compiled = CompiledLayers(model.model) if compile else None
         self._captures = model.device.type == "cuda"
         self._works = True
@@ -66,11 +68,21 @@ class CapturedSteps:
         """Try a small tree: why this model cannot be run packed, empty if it can."""
         if self.model.support.alibi:
             return "its attention adds a bias by place"
+        plan = branched_plan(self.model.vocab_size)
+        expected = self.model.forward(plan, SlotCache(1, CAPACITY))[0]
+        cache = SlotCache(1, CAPACITY)
         try:
-            same, self.cell_bytes = packs(self.model)
+            same = agree(try_out(self.model, plan, cache), expected)
         except Exception:
             same = False
-        return "" if same else "its attention does not go through transformers' attention interface"
+        if not same:
+            return "its attention does not go through transformers' attention interface"
+        self.cell_bytes = cache.nbytes // (CAPACITY + 1)
+        if self._captures:
+            self.sisters = Sisters(self.model.model, lambda: try_out(self.model, plan, cache))
+        if self.exact and not keeps_rows_apart(self.model):
+            return "a row's answer depends on the rows beside it"
+        return ""
 
     def fed(self, plan: Plan) -> int:
         return self._bucket(plan) if self._works and sum(plan.lengths) <= BUCKETS[-1] else self.eager.fed(plan)
@@ -104,7 +116,7 @@ class CapturedSteps:
         if step is None or not step.fill(plan):
             if self.exact:
                 raise ConfigError(
-                    f"exact=True feeds {FIXED_ROWS} rows a step and trees of {NEAR} tokens in depth: guess less at once."
+                    f"exact=True feeds {FIXED_ROWS} rows a step, in trees of depth {NEAR} at most: guess less at once."
                 )
             self.launching = 0.0
             return self.eager.start(plan, cache, group, top)
@@ -157,23 +169,31 @@ class CapturedSteps:
                     step.forward(self.model.model.forward)  # makes the cache's buffers
                 self._mover = Mover(cache)
             waiting = bar(f"Compiling steps of {rows} rows") if self.compiled else nullcontext()
-            with self.model.attending(NAME), waiting:
+            with waiting:
                 step.capture(top, self._mover, self._pool)
             self.graph_bytes += torch.cuda.memory_reserved(self.model.device) - before
         self._steps[rows, batch] = step
         return step
 
 
-def packs(model: BoundModel) -> tuple[bool, int]:
-    """Does a packed step give the model's own answers? And what one cell of the cache takes."""
-    plan, cache = branched_plan(model.vocab_size), SlotCache(slots=1, capacity=CAPACITY)
-    expected = model.forward(plan, cache)[0]
-    step = PackedStep(model, SlotCache(slots=1, capacity=CAPACITY), 16, 1)
+def keeps_rows_apart(model: BoundModel) -> bool:
+    """Is a root's answer the same to the last bit, whatever is guessed after it?"""
+    root, cache = np.array([1 % model.vocab_size]), SlotCache(1, CAPACITY + FIXED_ROWS)
+    found = []
+    for seed in range(3):
+        guesses = np.random.default_rng(seed).integers(0, model.vocab_size, (3 * seed, 4)).tolist()
+        plan = Plan([SequencePlan(root, cached=0, tree=TokenTree.of(guesses))])
+        found.append(try_out(model, plan, cache, FIXED_ROWS)[0])
+    return all(torch.equal(found[0], other) for other in found)
+
+
+def try_out(model: BoundModel, plan: Plan, cache: SlotCache, rows: int = 16) -> torch.Tensor:
+    """The logits of a packed step."""
+    step = PackedStep(model, cache, rows, 1)
     step.fill(plan)
     step.device.copy_(step.host)
     with model.attending(NAME):
-        found = step.forward(model.model.forward)[: len(expected)]
-    return agree(found, expected), cache.nbytes // (CAPACITY + 1)
+        return step.forward(model.model.forward)[: plan.width]
 
 
 class CapturedStep(PackedStep):
@@ -203,17 +223,17 @@ class CapturedStep(PackedStep):
 
     def run(self) -> torch.Tensor:
         """The forward, compiled if that was asked for."""
-        if self.steps.compiled is None:
-            return self.forward(self.model.model.forward)
-        self.steps.compiled.turn = self.packed.turn_of
-        return self.forward(self.steps.compiled)
+        with self.model.attending(NAME), self.steps.sisters.in_use():
+            if self.steps.compiled is None:
+                return self.forward(self.model.model.forward)
+            self.steps.compiled.turn = self.packed.turn_of
+            return self.forward(self.steps.compiled)
 
     def launch(self, top: int) -> None:
         """Run what was filled in."""
         if not self.on_gpu:
             self.cache.settle()
-            with self.model.attending(NAME):
-                self.logits = self.run()
+            self.logits = self.run()
             self.back = twin.best(self.logits, top)
             return
         self.logits, self.back, replay = self._graphs[top]
@@ -224,7 +244,7 @@ class CapturedStep(PackedStep):
         return top in self._graphs or not self.on_gpu
 
     def capture(self, top: int, mover: Callable[[torch.Tensor], None], pool: Any) -> None:
-        """Run it twice with padding alone, so that whatever is compiled or allocated once is, and then for the graph."""
+        """Run it twice with padding alone, for whatever is compiled or allocated once, and then for the graph."""
         from lookfar.gpu.best import best
 
         self.clear()

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-import numpy as np
-
 from lookfar.arrays import Int32s, Ints
 from lookfar.jit import jit
 from lookfar.tree import SequencePlan
@@ -18,7 +16,7 @@ from lookfar.tree import SequencePlan
 NEAR = 32  # the most keys of a path; also where attention parts near keys from far ones
 TILE_SIZE = 16  # the most rows of a tile
 SLOT, DIRECT, SEEN, LOW, PATH = 0, 1, 2, 3, 4  # columns of a row
-TILE_FIRST, TILE_ROWS = 0, 1  # columns of a tile
+TILE_FIRST, TILE_ROWS, TILE_SLOT, TILE_SEEN, TILE_LOW = 0, 1, 2, 3, 4  # columns of a tile: the most seen, the lowest
 WIDTH = PATH + NEAR
 TOKENS, POSITIONS, SLOTS, CELLS = 0, 1, 2, 3  # rows of the inputs, which have a column for each packed row
 
@@ -39,10 +37,7 @@ def fill(
     row = tile = 0
     for i, rows in enumerate(plans):
         tree, riders, slot = rows.tree, sum(map(len, rows.riders)) if rows.riders else 0, first_slot + i
-        tile = describe(
-            tables, windows, inputs, slot, rows.cached, rows.chain, tree.tokens, tree.parents, riders, row, tile
-        )
-        if tile < 0:
+        if not describe(tables, windows, inputs, slot, rows.cached, rows.chain, tree.tokens, tree.parents, riders, row):
             return False
         if riders:
             start = len(rows.chain) + len(tree)
@@ -55,6 +50,7 @@ def fill(
                 ):
                     return False
                 start += len(of_one)
+        tile = lay_tiles(tables, inputs.shape[1], slot, row, len(rows), tile)
         row += len(rows)
     finish(inputs, tables, row, tile, scratch)
     return True
@@ -72,9 +68,9 @@ def see(tables, windows, row, slot, direct, seen):  # type: ignore[no-untyped-de
 
 @jit
 def describe(  # type: ignore[no-untyped-def]
-    tables, windows, inputs, slot, cached, chain, tokens, parents, riders, first, tile
+    tables, windows, inputs, slot, cached, chain, tokens, parents, riders, first
 ):
-    """The chain and the tree of one sequence, whose rows begin at `first`. Returns the next tile; -1: it is too deep."""
+    """The chain and the tree of one sequence, whose rows begin at `first`. False if the tree is too deep."""
     count = len(chain) + len(tokens) + riders
     for r in range(count):
         inputs[SLOTS, first + r] = slot
@@ -89,7 +85,7 @@ def describe(  # type: ignore[no-untyped-def]
         if parents[node] >= 0:
             depth = tables[0, above, SEEN] - direct + 1
             if depth > NEAR:
-                return -1
+                return False
         inputs[TOKENS, row] = tokens[node]
         inputs[POSITIONS, row] = direct + depth - 1
         for kind in range(len(tables)):
@@ -97,11 +93,21 @@ def describe(  # type: ignore[no-untyped-def]
                 tables[kind, row, PATH + d] = tables[kind, above, PATH + d]
             tables[kind, row, PATH + depth - 1] = direct + node
         see(tables, windows, row, slot, direct, direct + depth)
-    rows = inputs.shape[1]
-    for part in range(0, count, TILE_SIZE):
+    return True
+
+
+@jit
+def lay_tiles(tables, rows, slot, first, count, tile):  # type: ignore[no-untyped-def]
+    """The tiles of one sequence, from `tile` on. Returns the next one."""
+    for start in range(first, first + count, TILE_SIZE):
+        end = min(start + TILE_SIZE, first + count)
         for kind in range(len(tables)):
-            tables[kind, rows + tile, TILE_FIRST] = first + part
-            tables[kind, rows + tile, TILE_ROWS] = min(TILE_SIZE, count - part)
+            seen, low = 0, tables[kind, start, LOW]
+            for row in range(start, end):
+                seen, low = max(seen, tables[kind, row, SEEN]), min(low, tables[kind, row, LOW])
+            about = tables[kind, rows + tile]
+            about[TILE_FIRST], about[TILE_ROWS], about[TILE_SLOT] = start, end - start, slot
+            about[TILE_SEEN], about[TILE_LOW] = seen, low
         tile += 1
     return tile
 
@@ -134,4 +140,4 @@ def finish(inputs, tables, used, tiles, scratch):  # type: ignore[no-untyped-def
         for row in range(used, rows):
             tables[kind, row, SLOT] = tables[kind, row, SEEN] = 0
         for tile in range(rows + tiles, tables.shape[1]):
-            tables[kind, tile, TILE_ROWS] = 0
+            tables[kind, tile, TILE_ROWS] = tables[kind, tile, TILE_SEEN] = 0

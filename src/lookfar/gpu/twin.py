@@ -26,7 +26,8 @@ def attend(
     cell = torch.where(key < direct, key, on_path).clamp(0, keys.shape[2] - 1)
     sees = (key < seen) & (key >= low)  # [rows, keys]
     k, v = (buffer[slot, :, cell].to(exact) for buffer in (keys, values))  # [rows, keys, key heads, dim]
-    q = query[0].transpose(0, 1).to(exact).unflatten(1, (keys.shape[1], -1))  # [rows, key heads, group, dim]
+    q = query[0].transpose(0, 1).to(exact)
+    q = q.reshape(rows, keys.shape[1], -1, q.shape[-1])  # [rows, key heads, group, dim]
     scores = torch.einsum("rhgd,rkhd->rhgk", q, k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

@@ -1,0 +1,375 @@
+"""Everything that is claimed about a GPU, in one run: steps, attention, speed, batches, exactness.
+
+    python benchmarks/gpu.py --data DIR --out results.json
+
+Every section starts with a fresh model and prints its rows; the file has all of them as they come. Baselines run in the
+same process as what they are compared with. `--only steps,speed` runs some sections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from prompts import generate, read_prompts
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lookfar
+from lookfar.cache import SlotCache
+from lookfar.choose import first_difference, margin_after
+from lookfar.gpu import table
+from lookfar.gpu.attention import attend
+from lookfar.gpu.graphs import CapturedSteps
+from lookfar.lm import Completion
+from lookfar.masks import LayerKind, StepMasks
+from lookfar.model import BoundModel
+from lookfar.stats import add_up, is_natural
+from lookfar.tree import Plan, SequencePlan, TokenTree
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+options: argparse.Namespace
+results: list[dict[str, Any]] = []
+
+
+def report(section: str, **values: Any) -> None:
+    results.append({"section": section, **values})
+    options.out.write_text(json.dumps(results, indent=1))
+    shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
+    print(f"{section:10s}", " · ".join(shown), flush=True)
+
+
+def demo(**arguments: Any) -> lookfar.LM:
+    return lookfar.load("demo", device="cuda", **{"dtype": "bfloat16", "max_batch": 1} | arguments)
+
+
+def prompts(lm: lookfar.LM, each: int) -> list[list[int]]:
+    """The first prompts of MT-bench, and as many of HumanEval."""
+    suites = ("mt_bench", "humaneval")
+    return [prompt for suite in suites for prompt in read_prompts(lm, options.data / f"{suite}.jsonl", each)]
+
+
+def plan_of(rows: int, context: int) -> Plan:
+    """A step in which every node has two children."""
+    places = np.arange(rows - 1, dtype=np.int32)
+    depths = np.log2(places + 2).astype(np.int32)
+    tree = TokenTree(places, (places - 2) // 2, depths, places, places.astype(np.float32), places)
+    return Plan([SequencePlan(np.zeros(1, np.int64), context, tree=tree)])
+
+
+def device_ms(run: Callable[[], Any], times: int = 30) -> float:
+    """The median of what the device takes."""
+    measured = []
+    for _ in range(times + 5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        measured.append(start.elapsed_time(end))
+    return median(measured[5:])
+
+
+def steps() -> None:
+    """A random model of Llama-3-8B's shape: milliseconds of a step, all in, and of the device alone."""
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA_8B)).eval()
+    torch.set_default_dtype(torch.float32)
+    bound, cache = BoundModel(model), SlotCache(1, 4096)
+    for compiled in (False, True):
+        runner = CapturedSteps(bound, compile=compiled)
+        assert not runner.why_not()
+        for context in (512, 2048):
+            found = {}
+            for rows in (1, 16, 64):
+                plan = plan_of(rows, context)
+                top = 0 if rows == 1 else 8
+                began = perf_counter()
+                runner.start(plan, cache, (), top)()
+                captured = perf_counter() - began
+                walls = []
+                for _ in range(30):
+                    began = perf_counter()
+                    runner.start(plan, cache, (), top)()
+                    walls.append(1e3 * (perf_counter() - began))
+                found[rows] = median(walls)
+                step = runner._step_for(plan, cache, top)
+                assert step is not None
+                report(
+                    "steps",
+                    mode=runner.name,
+                    context=context,
+                    rows=rows,
+                    ms=found[rows],
+                    device_ms=device_ms(step._graphs[top][2]),
+                    seconds_to_capture=captured,
+                )
+            report("steps", mode=runner.name, context=context, rows_64_over_1=found[64] / found[1])
+        runner._drop()
+
+
+def attention() -> None:
+    """Attention alone, microseconds: ours, and torch's with a mask, as transformers calls it and without its copies."""
+    for heads, kv_heads, dim, context in ((32, 8, 128, 8192), (32, 8, 128, 2048), (32, 8, 128, 512), (9, 3, 64, 300)):
+        for rows in (64, 1):
+            attention_of(heads, kv_heads, dim, context, rows)
+
+
+def attention_of(heads: int, kv_heads: int, dim: int, context: int, rows: int) -> None:
+    plan, cells = plan_of(rows, context), context + rows + 64
+    inputs = np.zeros((4, rows), np.int64)
+    tables = np.zeros((1, rows + table.tiles_for(rows, 1), table.WIDTH), np.int32)
+    table.fill(plan.sequences, 0, inputs, tables, np.zeros((1, 2), np.int32), cells - 1)
+    on_device = torch.from_numpy(tables)[:, None].cuda()
+    q = torch.randn(1, heads, rows, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, kv_heads, cells, dim, device="cuda", dtype=torch.bfloat16)
+    mask = StepMasks(plan, context + rows, torch.device("cuda")).of(LayerKind())
+
+    def repeated(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, None, : context + rows].expand(-1, -1, heads // kv_heads, -1, -1).flatten(1, 2)
+
+    own_k, own_v = repeated(k).contiguous(), repeated(v).contiguous()
+    microseconds = {}
+    for name, run in {
+        "ours": lambda: attend(q, k, v, on_device, None, dim**-0.5, 0.0),
+        "sdpa": lambda: F.scaled_dot_product_attention(q, own_k, own_v, attn_mask=mask),
+        "sdpa_and_repeat": lambda: F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask),
+    }.items():
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                run()
+        microseconds[name] = 1e3 * device_ms(graph.replay, 20) / 20
+    ratio = microseconds["ours"] / microseconds["sdpa"]
+    report("attention", heads=f"{heads}/{kv_heads}x{dim}", context=context, rows=rows, **microseconds, ratio=ratio)
+
+
+def run_all(lm: lookfar.LM, texts: list[list[int]], new: int, **arguments: Any) -> tuple[list[Completion], float]:
+    lm.forget()
+    began = perf_counter()
+    done = [lm.generate(text, max_new_tokens=new, **arguments) for text in texts]
+    return done, perf_counter() - began
+
+
+def rate(done: list[Completion], which: list[bool] | None = None) -> float:
+    chosen = [one for i, one in enumerate(done) if which is None or which[i]]
+    return sum(len(one.token_ids) for one in chosen) / sum(one.stats.seconds for one in chosen)
+
+
+def speed() -> None:
+    """Tokens per second on real prompts: transformers, prompt lookup, ours plainly and with guesses."""
+    lm = demo()
+    texts = prompts(lm, 20)
+    for name, arguments in {"model.generate": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}}.items():
+        generate(lm, texts[0], 8, do_sample=False, **arguments)
+        runs = [generate(lm, text, 256, do_sample=False, **arguments) for text in (texts[0], texts[20])]
+        report("speed", mode=name, tokens_per_second=sum(len(t) for t, _ in runs) / sum(s for _, s in runs))
+    for compiled in (False, True):
+        lm = demo(compile=compiled)
+        for strategy in ("none", "auto"):
+            run_all(lm, texts, 256, strategy=strategy)  # captures
+        rounds = [{s: run_all(lm, texts, 256, strategy=s)[0] for s in ("none", "auto")} for _ in range(2)]
+        natural = [is_natural(one.token_ids) for one in rounds[0]["none"]]
+        mode = lm.engine.steps.name
+        for strategy in ("none", "auto"):
+            total = add_up(one.stats for one in rounds[0][strategy])
+            part = add_up(one.stats for one, is_one in zip(rounds[0][strategy], natural, strict=True) if is_one)
+            report(
+                "speed",
+                mode=f"{mode} {strategy}",
+                tokens_per_second=median(rate(r[strategy]) for r in rounds),
+                natural_tokens_per_second=median(rate(r[strategy], natural) for r in rounds),
+                tokens_per_step=total.tokens_per_step,
+                natural_tokens_per_step=part.tokens_per_step,
+                rows_per_step=total.rows_per_step,
+                host_microseconds=1e6 * total.host_seconds / total.steps,
+            )
+        report(
+            "speed",
+            mode=f"{mode}, auto over none",
+            all=median(rate(r["auto"]) / rate(r["none"]) for r in rounds),
+            natural=median(rate(r["auto"], natural) / rate(r["none"], natural) for r in rounds),
+            natural_outputs=sum(natural),
+            outputs=len(natural),
+            graph_mib=lm.engine.steps.graph_bytes / 2**20,
+            cache_mib=lm.engine.cache.nbytes / 2**20,
+        )
+        parted(lm, mode, texts, rounds[0]["none"], rounds[0]["auto"])
+    with_64 = run_all(lm, texts[:20], 256, budget=64)[0]
+    total = add_up(one.stats for one in with_64)
+    report("speed", mode="64 rows", host_microseconds=1e6 * total.host_seconds / total.steps, rows=total.rows_per_step)
+
+
+def parted(lm: lookfar.LM, what: str, texts: list[list[int]], one: list[Completion], other: list[Completion]) -> None:
+    """How many outputs differ, and how close the two best logits were where they part."""
+    margins, tokens = [], sum(len(done.token_ids) for done in one)
+    for text, a, b in zip(texts, one, other, strict=True):
+        at = first_difference(a.token_ids, b.token_ids)
+        if at is not None:
+            margins.append(margin_after(lm.model, text + a.token_ids[:at]))
+    report(
+        "parted",
+        what=what,
+        outputs=len(one),
+        differ=len(margins),
+        per_10000_tokens=1e4 * len(margins) / tokens,
+        median_margin=median(margins) if margins else None,
+        largest_margin=max(margins, default=None),
+    )
+
+
+def alone_and_in_a_batch() -> None:
+    """`model.generate` alone and in a batch of eight, bf16: what transformers itself does when the rows change."""
+    lm, new = demo(), 64
+    tokenizer, texts = lm.tokenizer, sorted(prompts(lm, 12), key=len)
+    assert tokenizer is not None
+    differ, margins = 0, []
+    for start in range(0, len(texts), 8):
+        group = texts[start : start + 8]
+        width = max(map(len, group))
+        ids = torch.tensor([[0] * (width - len(text)) + text for text in group], device=lm.device)
+        mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in group], device=lm.device)
+        out = lm.model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0)
+        for text, row in zip(group, out[:, width:].tolist(), strict=True):
+            single, _ = generate(lm, text, new)
+            at = first_difference(single, row[: len(single)])
+            if at is not None:
+                differ += 1
+                margins.append(margin_after(lm.model, text + single[:at]))
+    report(
+        "parted",
+        what="model.generate alone / in batches of 8",
+        outputs=len(texts),
+        differ=differ,
+        per_10000_tokens=1e4 * differ / (len(texts) * new),
+        median_margin=median(margins) if margins else None,
+        largest_margin=max(margins, default=None),
+    )
+
+
+def batches() -> None:
+    """Tokens per second of many prompts at once, with guesses and without."""
+    for size in (8, 32):
+        lm = demo(max_batch=size, compile=True)
+        texts = prompts(lm, 48)[: 3 * 32]
+        ratios, rates = [], []
+        for turn in range(4):
+            seconds = {}
+            for strategy in ("none", "auto"):
+                began = perf_counter()
+                done = lm.generate(texts, max_new_tokens=128, strategy=strategy)
+                seconds[strategy] = (perf_counter() - began) / sum(len(one.token_ids) for one in done)
+            if turn:  # the first one captures
+                ratios.append(seconds["none"] / seconds["auto"])
+                rates.append((1 / seconds["none"], 1 / seconds["auto"]))
+        total = add_up(one.stats for one in done)
+        none, auto = (median(column) for column in zip(*rates, strict=True))
+        report(
+            "batches",
+            batch=size,
+            none_tokens_per_second=none,
+            auto_tokens_per_second=auto,
+            ratio=median(ratios),
+            tokens_per_step=total.tokens_per_step,
+        )
+
+
+def exact() -> None:
+    """`exact=True`: outputs with guesses that differ from plain ones in the same mode, and what the mode costs."""
+    usual = demo(compile=True)
+    texts = prompts(usual, 50)
+    run_all(usual, texts[:4] + texts[50:54], 256)
+    normal, _ = run_all(usual, texts, 256)
+    del usual
+    lm = demo(compile=True, exact=True)
+    run_all(lm, texts[:2] + texts[50:52], 256)
+    auto, _ = run_all(lm, texts, 256)
+    none, _ = run_all(lm, texts, 256, strategy="none")
+    parted(lm, "exact=True, none / auto", texts, none, auto)
+    parted(lm, "auto / auto with exact=True", texts, normal, auto)
+    batch = demo(compile=True, exact=True, max_batch=8)
+    together = batch.generate(texts[:24] + texts[50:74], max_new_tokens=256)
+    parted(
+        lm,
+        "exact=True, none alone / auto in batches of 8",
+        texts[:24] + texts[50:74],
+        none[:24] + none[50:74],
+        together,
+    )
+    report("exact", auto=rate(normal), auto_exact=rate(auto), none_exact=rate(none), cost=rate(normal) / rate(auto) - 1)
+
+
+def same_as_generate() -> None:
+    """float32: outputs of captured steps that are not `model.generate`'s, greedy and sampled."""
+    lm, new = demo(dtype="float32", max_batch=4), 48
+    texts = prompts(lm, 6)
+    for name, arguments in {
+        "greedy": {},
+        "temperature 0.7": {"do_sample": True, "temperature": 0.7, "top_k": 0},
+        "temperature 1, top_p 0.9": {"do_sample": True, "temperature": 1.0, "top_p": 0.9},
+    }.items():
+        wrong = 0
+        for seed, text in enumerate(texts):
+            expected, _ = generate(lm, text, new, seed, **arguments)
+            for strategy in ("none", "auto"):
+                seeded = {"seed": seed} if arguments else {}
+                done = lm.generate(text, max_new_tokens=new, strategy=strategy, **seeded, **arguments)
+                wrong += done.token_ids != expected
+        report("float32", what=name, outputs=2 * len(texts), differ=wrong)
+    expected_all = [generate(lm, text, new)[0] for text in texts]
+    together = lm.generate(texts, max_new_tokens=new)
+    differ = sum(a.token_ids != b for a, b in zip(together, expected_all, strict=True))
+    report("float32", what="greedy, batches of 4", outputs=len(texts), differ=differ)
+
+
+SECTIONS = {
+    "float32": same_as_generate,
+    "attention": attention,
+    "steps": steps,
+    "speed": speed,
+    "batches": batches,
+    "exact": exact,
+    "alone": alone_and_in_a_batch,
+}
+
+
+def main() -> None:
+    global options
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    options = parser.parse_args()
+    report("machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__)
+    for name in options.only.split(","):
+        began = perf_counter()
+        try:
+            SECTIONS[name]()
+        except Exception:  # the other sections still count
+            traceback.print_exc()
+        torch.cuda.empty_cache()
+        print(f"{name} took {perf_counter() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
