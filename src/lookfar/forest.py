@@ -195,6 +195,7 @@ def grow(  # type: ignore[no-untyped-def]
     grade = np.full((MAX_CHILDREN, source_count), -1, np.int32)  # the best grade behind a child, -1 for none
     support = np.zeros((MAX_CHILDREN, source_count), np.float32)  # the weight of those drafts
     present = np.zeros((source_count, GRADES), np.float32)  # the weight of all drafts at the place
+    best_grade = np.empty(source_count, np.int32)  # of those, -1 if there are none
     for b in range(batch):
         plant(nodes, scores, b, b, -1, roots[b, 1], 0, 1.0)
         nodes[b, LOW], nodes[b, HIGH] = starts[b], starts[b + 1]
@@ -231,13 +232,19 @@ def grow(  # type: ignore[no-untyped-def]
         if parent < 0:
             count = read_runners(runners, runner_logits, b, slate, count, heat, noise)
         nodes[place, FIRST], nodes[place, COUNT] = used, count
+        for source in range(source_count):
+            best_grade[source] = GRADES - 1
+            while best_grade[source] >= 0 and present[source, best_grade[source]] == 0:
+                best_grade[source] -= 1
         for child in range(count):
             new = used + child
             total = describe(features[new], slate, child, depth, best_of_token, best_of_pair, log_odds)
             if lucky:
                 features[new, 4] = luck_feature(slate, child, noise)
                 total += log_odds[features[new, 4]]
-            total += weigh(features[new, 4 + lucky :], nodes, new, slate, child, grade, support, present, log_odds)
+            total += weigh(
+                features[new, 4 + lucky :], nodes, new, slate, child, grade, support, present, best_grade, log_odds
+            )
             plant(nodes, scores, new, b, place, slate[child, CHILD], depth + 1, 0.0)
             if child >= drafted:
                 nodes[new, LOW] = nodes[new, HIGH] = 0
@@ -247,6 +254,22 @@ def grow(  # type: ignore[no-untyped-def]
             slate[child, DRAFTED:] = 0
         used += count
     return nodes[:used], scores[:used], features[:used], picked[:picks]
+
+
+@jit
+def cut(nodes, scores, picked, owner):  # type: ignore[no-untyped-def]
+    """The picked candidates of one sequence as the columns of a tree: token, parent, depth, source, score, backers."""
+    place, count = np.full(len(nodes), -1, np.int32), 0
+    columns, chances = np.empty((5, len(picked)), np.int32), np.empty(len(picked), np.float32)
+    for node in picked:
+        if nodes[node, OWNER] == owner:
+            place[node] = count
+            parent = nodes[node, PARENT]
+            columns[0, count], columns[1, count] = nodes[node, TOKEN], place[parent]
+            columns[2, count], columns[3, count] = nodes[node, DEEP], nodes[node, LOUDEST]
+            columns[4, count], chances[count] = nodes[node, BACKERS], scores[node]
+            count += 1
+    return columns[:, :count], chances[:count]
 
 
 @jit
@@ -400,15 +423,15 @@ def describe(mine, slate, child, depth, best_of_token, best_of_pair, log_odds): 
 
 
 @jit
-def weigh(mine, nodes, new, slate, child, grade, support, present, log_odds):  # type: ignore[no-untyped-def]
+def weigh(  # type: ignore[no-untyped-def]
+    mine, nodes, new, slate, child, grade, support, present, best_grade, log_odds
+):
     """The features that come from drafts, and who speaks for the child most; returns their log-odds."""
     total, loudest = np.float32(0.0), np.float32(-np.inf)
     nodes[new, LOUDEST] = grade.shape[1]
     nodes[new, BACKERS] = min(slate[child, RANK] + slate[child, OF_TOKEN] + slate[child, OF_PAIR], 1)
     for source in range(grade.shape[1]):
-        best, own = GRADES - 1, grade[child, source]
-        while best >= 0 and present[source, best] == 0:
-            best -= 1
+        best, own = best_grade[source], grade[child, source]
         said = AGAINST + best if best >= 0 else 0
         if own >= 0:
             part = support[child, source] / present[source, own]

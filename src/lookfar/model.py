@@ -142,6 +142,23 @@ class BoundModel:
             ).logits
         return logits[0]
 
+    @property
+    def has_experts(self) -> bool:
+        """Is it a mixture of experts that transformers can multiply in several ways?"""
+        return self.model.config._experts_implementation is not None and self.model._can_set_experts_implementation()
+
+    @contextmanager
+    def experts(self, name: str | None) -> Iterator[None]:
+        """Run the model with its experts multiplied in another way; None leaves them alone."""
+        before = self.model.config._experts_implementation if name is not None else None
+        if name is not None:
+            self.model.set_experts_implementation(name)
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.model.set_experts_implementation(before)
+
     @contextmanager
     def attending(self, name: str) -> Iterator[None]:
         """Run the model with another attention (its own may take no masks: flash, flex)."""

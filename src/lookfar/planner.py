@@ -14,11 +14,11 @@ from lookfar.budget import CostCurve, best_count
 from lookfar.calibration import Calibration
 from lookfar.config import Recycle
 from lookfar.drafters.base import Proposal, stack
-from lookfar.forest import BACKERS, DEEP, LOUDEST, PARENT, TOKEN, Forest, Luck, Offers, grow_forest
+from lookfar.forest import Forest, Luck, Offers, cut, grow_forest
 from lookfar.memory import Memory
 from lookfar.sequence import Sequence
 from lookfar.successors import NO_SUCCESSORS, SAMPLED_TOP
-from lookfar.tree import ROOT, Plan, Riders, SequencePlan, TokenTree
+from lookfar.tree import Plan, Riders, SequencePlan, TokenTree
 
 NO_PROPOSAL = Proposal()
 ANY_ROOM = Room()
@@ -230,22 +230,9 @@ def _fitting(owners: Int32s, room: Int32s) -> int:
 def _trees(guesses: Guesses, count: int, batch: int) -> list[TokenTree]:
     """The best `count` candidates as one tree a sequence."""
     forest, names = guesses.forest, guesses.tree_names
-    picked = forest.picked[:count]
-    place = np.full(len(forest.tokens), ROOT, np.int32)
     trees = []
     for owner in range(batch):
-        nodes = picked[forest.owners[picked] == owner] if batch > 1 else picked
-        place[nodes] = np.arange(len(nodes))
-        of_tree = forest.nodes[nodes]
-        trees.append(
-            TokenTree(
-                of_tree[:, TOKEN],
-                place[of_tree[:, PARENT]],
-                of_tree[:, DEEP],
-                of_tree[:, LOUDEST],
-                forest.scores[nodes],
-                of_tree[:, BACKERS],
-                names,
-            )
-        )
+        columns, scores = cut(forest.nodes, forest.scores, forest.picked[:count], owner)
+        tokens, parents, depths, sources, backers = columns
+        trees.append(TokenTree(tokens, parents, depths, sources, scores, backers, names))
     return trees

@@ -15,7 +15,7 @@ import torch
 from lookfar.answers import Answers, EagerSteps, Room
 from lookfar.arrays import Ints
 from lookfar.cache import SlotCache
-from lookfar.errors import CapacityError, ConfigError, LookfarWarning
+from lookfar.errors import CapacityError, ConfigError, LookfarWarning, ModelError
 from lookfar.gpu import twin
 from lookfar.gpu.compiled import CompiledLayers
 from lookfar.gpu.interface import NAME
@@ -53,6 +53,7 @@ class CapturedSteps:
         )
         self.room = Room(FIXED_ROWS if exact else BUCKETS[-1], NEAR, packed=True, fixed=exact)
         self.launching = 0.0
+        self.experts: str | None = None  # how experts are multiplied, if not as the model does
         self.cell_bytes = 0
         self.graph_bytes = 0  # held by captured steps
         self.sisters = Sisters(model.model, lambda: None)
@@ -141,18 +142,22 @@ class CapturedSteps:
             return step
         try:
             return self._capture(cache, rows, min(batch, rows), top)
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                f"There is no memory to capture steps of {rows} rows: lower max_batch, max_length or prefill_rows."
-            ) from error
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError) and self.experts is None:
+                raise CapacityError(
+                    f"There is no memory to capture steps of {rows} rows: lower max_batch, max_length or prefill_rows."
+                ) from error
+            if self.experts is None and self.model.has_experts:
+                # How experts are multiplied by default may ask the host for their numbers of rows; this way never does.
+                self.experts = "batched_mm"
+                self._drop()
+                return self._step_for(plan, cache, top)
             if self.exact:
-                raise
+                raise ModelError(f"exact=True needs captured steps, which failed: {_gist(error)}.") from error
             self._works, self.room = False, self.eager.room
-            name, reason = self.model.support.model_type, " ".join(str(error).split())[:200]
-            warnings.warn(
-                f"{name} runs without captured steps, which is slower: {reason}", LookfarWarning, stacklevel=2
-            )
+            name = self.model.support.model_type
+            message = f"{name} runs without captured steps, which is slower: {_gist(error)}."
+            warnings.warn(message, LookfarWarning, stacklevel=2)
             return None
 
     def _capture(self, cache: SlotCache, rows: int, batch: int, top: int) -> CapturedStep:
@@ -185,6 +190,10 @@ def keeps_rows_apart(model: BoundModel) -> bool:
         plan = Plan([SequencePlan(root, cached=0, tree=TokenTree.of(guesses))])
         found.append(try_out(model, plan, cache, FIXED_ROWS)[0])
     return all(torch.equal(found[0], other) for other in found)
+
+
+def _gist(error: Exception) -> str:
+    return " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200]
 
 
 def try_out(model: BoundModel, plan: Plan, cache: SlotCache, rows: int = 16) -> torch.Tensor:
@@ -223,7 +232,7 @@ class CapturedStep(PackedStep):
 
     def run(self) -> torch.Tensor:
         """The forward, compiled if that was asked for."""
-        with self.model.attending(NAME), self.steps.sisters.in_use():
+        with self.model.attending(NAME), self.model.experts(self.steps.experts), self.steps.sisters.in_use():
             if self.steps.compiled is None:
                 return self.forward(self.model.model.forward)
             self.steps.compiled.turn = self.packed.turn_of
