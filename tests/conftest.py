@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
+
+if os.environ.get("LOOKFAR_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run without a GPU; said before torch imports triton
 
 import hypothesis
 import pytest

@@ -19,6 +19,7 @@ class Strategy:
     """One source of guesses: its settings, and how its drafters for one request are made."""
 
     name: ClassVar[str] = ""
+    rides: ClassVar[bool] = False  # does it need rows that are not guesses?
 
     def start(self, request: Request, memory: Memory) -> list[Drafter]:
         """The drafters of one request."""
@@ -71,6 +72,7 @@ class Lookahead(Strategy):
     """
 
     name: ClassVar[str] = "lookahead"
+    rides: ClassVar[bool] = True
     window: int = 15
     ngram: int = 5
     guesses: int = 15

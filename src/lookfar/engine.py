@@ -88,11 +88,11 @@ class Engine:
                 + (" or raise max_length." if self._limit_is_ours() else ", the longest text this model can position.")
             )
 
-        room = self.steps.room
-        if room.fixed and room.rows is not None and request.budget is None and request.extra_rows >= room.rows:
+        most, riding = self.steps.room.rows, sum(s.max_rows for s in request.strategies if s.rides)
+        if most is not None and riding >= most:
             raise ConfigError(
-                f"exact=True feeds {room.rows} rows a step and these strategies up to {request.extra_rows + 1}: give a "
-                "budget, or smaller settings."
+                f"A step has room for {most} rows here and the window of this strategy takes {riding + 1}: "
+                "make it smaller."
             )
 
     def can_draft(self, request: Request) -> bool:
