@@ -95,7 +95,7 @@ def steps() -> None:
         model = LlamaForCausalLM(LlamaConfig(**LLAMA_8B)).eval()
     torch.set_default_dtype(torch.float32)
     bound, cache = BoundModel(model), SlotCache(1, 4096)
-    for compiled in (False, True):
+    for compiled in (True, False):
         runner = CapturedSteps(bound, compile=compiled)
         assert not runner.why_not()
         for context in (512, 2048):
@@ -182,12 +182,13 @@ def speed() -> None:
     texts = prompts(lm, 20)
     for name, arguments in {"model.generate": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}}.items():
         generate(lm, texts[0], 8, do_sample=False, **arguments)
-        runs = [generate(lm, text, 256, do_sample=False, **arguments) for text in (texts[0], texts[20])]
+        runs = [generate(lm, text, 128, do_sample=False, **arguments) for text in (texts[0], texts[20])]
         report("speed", mode=name, tokens_per_second=sum(len(t) for t, _ in runs) / sum(s for _, s in runs))
-    for compiled in (False, True):
+    every, some = texts, texts[:4] + texts[20:24]
+    for compiled, texts in ((True, every), (False, some)):
         lm = demo(compile=compiled)
         for strategy in ("none", "auto"):
-            run_all(lm, texts, 256, strategy=strategy)  # captures
+            run_all(lm, [every[0], every[-1]], 256, strategy=strategy)  # captures
         rounds = [{s: run_all(lm, texts, 256, strategy=s)[0] for s in ("none", "auto")} for _ in range(2)]
         natural = [is_natural(one.token_ids) for one in rounds[0]["none"]]
         mode = lm.engine.steps.name
@@ -214,10 +215,11 @@ def speed() -> None:
             graph_mib=lm.engine.steps.graph_bytes / 2**20,
             cache_mib=lm.engine.cache.nbytes / 2**20,
         )
-        parted(lm, mode, texts, rounds[0]["none"], rounds[0]["auto"])
-    with_64 = run_all(lm, texts[:20], 256, budget=64)[0]
-    total = add_up(one.stats for one in with_64)
-    report("speed", mode="64 rows", host_microseconds=1e6 * total.host_seconds / total.steps, rows=total.rows_per_step)
+        parted(lm, f"{mode}, none / auto", texts, rounds[0]["none"], rounds[0]["auto"])
+        if compiled:
+            total = add_up(one.stats for one in run_all(lm, texts[::4], 256, budget=64)[0])
+            host = 1e6 * total.host_seconds / total.steps
+            report("speed", mode="64 rows a step", host_microseconds=host, rows_per_step=total.rows_per_step)
 
 
 def parted(lm: lookfar.LM, what: str, texts: list[list[int]], one: list[Completion], other: list[Completion]) -> None:
@@ -240,9 +242,8 @@ def parted(lm: lookfar.LM, what: str, texts: list[list[int]], one: list[Completi
 
 def alone_and_in_a_batch() -> None:
     """`model.generate` alone and in a batch of eight, bf16: what transformers itself does when the rows change."""
-    lm, new = demo(), 64
-    tokenizer, texts = lm.tokenizer, sorted(prompts(lm, 12), key=len)
-    assert tokenizer is not None
+    lm, new = demo(capture=False), 64
+    texts = sorted(prompts(lm, 8), key=len)
     differ, margins = 0, []
     for start in range(0, len(texts), 8):
         group = texts[start : start + 8]
@@ -273,9 +274,10 @@ def batches() -> None:
         lm = demo(max_batch=size, compile=True)
         texts = prompts(lm, 48)[: 3 * 32]
         ratios, rates = [], []
-        for turn in range(4):
+        for turn in range(3):
             seconds = {}
             for strategy in ("none", "auto"):
+                lm.forget()
                 began = perf_counter()
                 done = lm.generate(texts, max_new_tokens=128, strategy=strategy)
                 seconds[strategy] = (perf_counter() - began) / sum(len(one.token_ids) for one in done)
@@ -321,8 +323,8 @@ def exact() -> None:
 
 def same_as_generate() -> None:
     """float32: outputs of captured steps that are not `model.generate`'s, greedy and sampled."""
-    lm, new = demo(dtype="float32", max_batch=4), 48
-    texts = prompts(lm, 6)
+    lm, new = demo(dtype="float32", max_batch=4), 40
+    texts = prompts(lm, 4)
     for name, arguments in {
         "greedy": {},
         "temperature 0.7": {"do_sample": True, "temperature": 0.7, "top_k": 0},

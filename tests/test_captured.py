@@ -133,6 +133,8 @@ def test_fixed_rows_leave_the_root_to_a_step_of_its_own() -> None:
         assert all(len(rows.chain) == 1 for rows in plan.sequences if rows.complete)
         return start(plan, *rest)
 
+    with pytest.raises(ConfigError, match="max_batch must be at most 64 with exact=True, not 65"):
+        Engine(bound, 65, steps=steps)
     steps.start = watched  # type: ignore[method-assign]
     expected = [reference(model, prompt, NEW) for prompt in PROMPTS]
     told = oracle([prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)])
@@ -158,6 +160,15 @@ def test_a_model_that_cannot_be_captured_warns_once_and_decodes(monkeypatch: pyt
     monkeypatch.setattr(other, "_capture", lambda *_: (_ for _ in ()).throw(RuntimeError("no graphs")))
     with pytest.raises(ModelError, match="exact=True needs captured steps, which failed: no graphs"):
         Engine(lm.engine.model, steps=other).run([Request([1, 2], 3)])
+
+
+def test_weights_that_were_moved_are_noticed() -> None:
+    model = tiny_model("llama", DTYPE)
+    lm = packed_lm(model)
+    lm.generate(PROMPTS[0], max_new_tokens=3)
+    model.to(torch.float16)
+    with pytest.raises(ModelError, match="weights were moved after its steps were captured"):
+        lm.generate(PROMPTS[0], max_new_tokens=3)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="about machines without a GPU")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lookfar.answers import Steps
-from lookfar.budget import CostCurve, keep_curve, measure, read_curve
+from lookfar.budget import MEASURED, CostCurve, keep_curve, measure, read_curve
 from lookfar.cache import SlotCache
 from lookfar.demo import cache_dir
 from lookfar.progress import bar
@@ -53,7 +53,8 @@ def measure_steps(steps: Steps, cache: SlotCache | None = None) -> CostCurve:
         )
         steps.start(Plan([SequencePlan(root, context, tree=tree)]), cache, (), TOP)()
 
-    return measure(step, stepped=steps.room.packed)
+    most = steps.room.rows or MEASURED[-1]
+    return measure(step, [rows for rows in MEASURED if rows <= most], stepped=steps.room.packed)
 
 
 def machine_and_model(steps: Steps) -> str:

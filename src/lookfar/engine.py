@@ -64,6 +64,9 @@ class Engine:
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
         self.model = model
         self.steps = steps or EagerSteps(model)
+        room = self.steps.room
+        if room.fixed and room.rows is not None and max_batch > room.rows:
+            raise ConfigError(f"max_batch must be at most {room.rows} with exact=True, not {max_batch}.")
         self.memory = memory or Memory(model.vocab_size)
         self.costs = costs  # measured when an automatic budget first asks for it
         self.max_batch = max_batch
@@ -76,7 +79,7 @@ class Engine:
         self._waiting: deque[tuple[Call, int, Request]] = deque()
         self._left: dict[int, list[int]] = {}  # texts whose keys and values still lie in free slots
         self._later: list[Callable[[], None]] = []
-        self._paces: dict[int, Pace] = {}  # by the number of sequences in a step
+        self._paces: dict[int, Pace] = {}  # by the number of sequences in a step, to the next power of two
         self._lock = Lock()
 
     def check(self, request: Request) -> None:
@@ -192,7 +195,8 @@ class Engine:
     def _pace_of(self, group: list[Sequence]) -> Pace | None:
         """Whether to guess is asked for steps that decode with an automatic budget."""
         automatic = all(sequence.request.budget == "auto" and sequence.uncached == 1 for sequence in group)
-        return self._paces.setdefault(len(group), Pace()) if automatic and self.costs is not None else None
+        size = (len(group) - 1).bit_length()
+        return self._paces.setdefault(size, Pace()) if automatic and self.costs is not None else None
 
     def _plain_rate(self, group: list[Sequence]) -> float:
         assert self.costs is not None

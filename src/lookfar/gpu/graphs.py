@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence as Seq
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,8 @@ class CapturedSteps:
         self.compiled = CompiledLayers(model.model) if compile else None
         self._captures = model.device.type == "cuda"
         self._works = True
+        self._embedding = model.model.get_input_embeddings().weight
+        self._address = self._embedding.data_ptr()
         self._cache: SlotCache | None = None
         self._steps: dict[tuple[int, int], CapturedStep] = {}
         self._pool: Any = None
@@ -69,24 +71,24 @@ class CapturedSteps:
         """Try a small tree: why this model cannot be run packed, empty if it can."""
         if self.model.support.alibi:
             return "its attention adds a bias by place"
-        plan = branched_plan(self.model.vocab_size)
-        expected = self.model.forward(plan, SlotCache(1, CAPACITY))[0]
-        cache = SlotCache(1, CAPACITY)
-        try:
-            same = agree(try_out(self.model, plan, cache), expected)
-        except Exception:
-            same = False
-        if not same:
-            return "its attention does not go through transformers' attention interface"
-        self.cell_bytes = cache.nbytes // (CAPACITY + 1)
-        if self._captures:
-            self.sisters = Sisters(self.model.model, lambda: try_out(self.model, plan, cache))
-        if self.exact and not keeps_rows_apart(self.model):
-            return "a row's answer depends on the rows beside it"
+        plan, cache = branched_plan(self.model.vocab_size), SlotCache(1, CAPACITY)
+        with _on(self.model.device):
+            expected = self.model.forward(plan, SlotCache(1, CAPACITY))[0]
+            try:
+                same = agree(try_out(self.model, plan, cache), expected)
+            except Exception:
+                same = False
+            if not same:
+                return "its attention does not go through transformers' attention interface"
+            self.cell_bytes = cache.nbytes // (CAPACITY + 1)
+            if self._captures:
+                self.sisters = Sisters(self.model.model, lambda: try_out(self.model, plan, cache))
+            if self.exact and not keeps_rows_apart(self.model):
+                return "a row's answer depends on the rows beside it"
         return ""
 
     def fed(self, plan: Plan) -> int:
-        return self._bucket(plan) if self._works and sum(plan.lengths) <= BUCKETS[-1] else self.eager.fed(plan)
+        return self._bucket(plan) if self._works and sum(plan.lengths) <= self._most(plan) else self.eager.fed(plan)
 
     def cache_size(self, slots: int, cells: int, most_slots: int) -> tuple[int, int]:
         if not self._captures:
@@ -111,13 +113,16 @@ class CapturedSteps:
     def start(self, plan: Plan, cache: SlotCache, group: Seq[Sequence], top: int) -> Callable[[], Answers]:
         began = perf_counter()
         top = min(top, self.model.vocab_size)
+        if self._embedding.data_ptr() != self._address:
+            raise ModelError("The model's weights were moved after its steps were captured: make a new LM of it.")
         given = any(sequence.request.embeds is not None for sequence in group)
-        fits = self._works and not given and sum(plan.lengths) <= BUCKETS[-1]
+        fits = self._works and not given and sum(plan.lengths) <= self._most(plan)
         step = self._step_for(plan, cache, top) if fits else None
         if step is None or not step.fill(plan):
             if self.exact:
                 raise ConfigError(
-                    f"exact=True feeds {FIXED_ROWS} rows a step, in trees of depth {NEAR} at most: guess less at once."
+                    f"exact=True takes token ids, and feeds {FIXED_ROWS} rows a step in trees of depth {NEAR} at most: "
+                    "guess less at once."
                 )
             self.launching = 0.0
             return self.eager.start(plan, cache, group, top)
@@ -125,10 +130,13 @@ class CapturedSteps:
         self.launching = perf_counter() - began
         return lambda: step.answers(plan, top)
 
+    def _most(self, plan: Plan) -> int:
+        """The most rows that such a step can have."""
+        return FIXED_ROWS if self.exact and all(rows.complete for rows in plan.sequences) else BUCKETS[-1]
+
     def _bucket(self, plan: Plan) -> int:
-        if self.exact and all(rows.complete for rows in plan.sequences):
-            return FIXED_ROWS
-        return BUCKET_OF[sum(plan.lengths)]
+        most = self._most(plan)
+        return most if most == FIXED_ROWS else BUCKET_OF[sum(plan.lengths)]
 
     def _step_for(self, plan: Plan, cache: SlotCache, top: int) -> CapturedStep | None:
         """The step of the right shape, captured if it is new; None if the model cannot be captured."""
@@ -141,7 +149,8 @@ class CapturedSteps:
         if step is not None and step.ready(top):
             return step
         try:
-            return self._capture(cache, rows, min(batch, rows), top)
+            with _on(self.model.device):
+                return self._capture(cache, rows, min(batch, rows), top)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError) and self.experts is None:
                 raise CapacityError(
@@ -190,6 +199,11 @@ def keeps_rows_apart(model: BoundModel) -> bool:
         plan = Plan([SequencePlan(root, cached=0, tree=TokenTree.of(guesses))])
         found.append(try_out(model, plan, cache, FIXED_ROWS)[0])
     return all(torch.equal(found[0], other) for other in found)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels go to the current device, which need not be the model's."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _gist(error: Exception) -> str:
@@ -275,14 +289,14 @@ class CapturedStep(PackedStep):
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may use the device
             logits = step()
         self._graphs[top] = logits, back, graph.replay
 
     def answers(self, plan: Plan, top: int) -> Answers:
         """Wait for the device, and read what came back."""
         if self.on_gpu:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self.device.device).synchronize()
         back, all_logits = self.back.numpy(), self.logits
         starts = list(accumulate(plan.lengths, initial=0))
         of_each = [back[start : start + length] for start, length in zip(starts, plan.lengths, strict=False)]
