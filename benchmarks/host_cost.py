@@ -53,7 +53,7 @@ class MadeUpSteps:
     logits is the device's work, and filling them in here would sweep the host's caches.
     """
 
-    name, room, launching = "made up", Room(512, NEAR, packed=True), 0.0
+    name, room, launching, first_of_its_kind = "made up", Room(512, NEAR, packed=True), 0.0, False
 
     def start(self, plan: Plan, cache: SlotCache, group: Any, top: int) -> Callable[[], Answers]:
         tokens = plan.sequences[0].tokens

@@ -28,6 +28,8 @@ from test_families import NEW, PROMPTS, oracle
 
 # Their attention is code of their own, or adds a bias by place.
 NOT_PACKED = {"gpt_neox_japanese", "gptj", "codegen", "bloom", "mpt", "falcon:alibi", "falcon"}
+# Packed, but their code asks the host for numbers in between (experts in loops, say).
+NOT_CAPTURED = {"aria_text", "gemma3n_text", "jetmoe", "longcat_flash", "phimoe"}
 DTYPE = torch.float64 if DEVICE == "cpu" else torch.float32
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
@@ -54,7 +56,7 @@ def test_families_give_their_own_tokens(family: str) -> None:
         assert single.token_ids == expected[1], strategy
         assert [done.token_ids for done in batch] == expected, strategy
     assert all(done.stats.tokens_per_step > 1.8 for done in batch)
-    assert lm.engine.steps.room.packed  # nothing fell back
+    assert lm.engine.steps.room.packed == (DEVICE == "cpu" or family not in NOT_CAPTURED)
 
 
 @pytest.mark.parametrize("family", sorted(NOT_PACKED))

@@ -47,6 +47,7 @@ class Steps(Protocol):
     room: Room
     name: str
     launching: float  # seconds that the host spent on starting the last step, where the device works by itself
+    first_of_its_kind: bool  # was something made for the last step that later ones use again?
 
     def start(self, plan: Plan, cache: SlotCache, group: Seq[Sequence], top: int) -> Callable[[], Answers]:
         """Begin a step; its answers, with `top` predictions for each row, are there when they are asked for."""
@@ -64,6 +65,7 @@ class EagerSteps:
     name = "eager"
     room = Room()
     launching = 0.0
+    first_of_its_kind = False
 
     def __init__(self, model: BoundModel) -> None:
         self.model = model

@@ -187,6 +187,8 @@ class Engine:
                 done = Progress(sequence, plan.sequences[i], walk.tokens, walk.nodes, perf_counter() - began)
                 self._callers[first_slot + i].progress.append(done)
         self._retire()
+        if self.steps.first_of_its_kind:
+            return  # something was compiled or captured, so its time says nothing
         if self.costs is not None and all(len(rows.chain) == 1 for rows in plan.sequences):
             self._later.append(partial(self.costs.refine, self.steps.fed(plan), arrived - planned))
         if pace is not None:

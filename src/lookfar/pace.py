@@ -6,27 +6,29 @@ might be better, a few are tried, and the better way is taken. The other one is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
 
-TRIES = 4  # steps in a row, to see how fast the other way is
-FIRST, LAST = 64, 2048  # steps until it is tried again
-MEMORY = 0.9  # of the average over recent steps, which reaches back about ten of them
+RECENT = 12  # steps that a rate is taken over
+TRIES = 6  # steps in a row, to see how fast the other way is
+FIRST, LAST = 64, 4096  # steps until it is tried again
 
 
 @dataclass
 class Rate:
-    """Tokens per second, lately."""
+    """Tokens per second, lately. The median of the times: single steps may wait for anything."""
 
-    tokens: float = 0.0
-    seconds: float = 0.0
+    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def add(self, tokens: int, seconds: float) -> None:
-        self.tokens = MEMORY * self.tokens + tokens
-        self.seconds = MEMORY * self.seconds + seconds
+        self.tokens.append(tokens)
+        self.seconds.append(seconds)
 
     @property
     def value(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return sum(self.tokens) / (len(self.tokens) * median(self.seconds)) if self.tokens else 0.0
 
 
 class Pace:
@@ -35,7 +37,7 @@ class Pace:
     def __init__(self) -> None:
         self.guessing = True  # the better way, as far as is known
         self._rates = {True: Rate(), False: Rate()}
-        self._wait = TRIES  # steps until the other way may be tried
+        self._wait = RECENT  # steps until the other way may be tried
         self._interval = FIRST
         self._trying = 0  # how many steps of a trial are left
 
@@ -43,10 +45,12 @@ class Pace:
         """Should the next step guess? `plain_rate` is what plain steps would give if the host took no time."""
         if self._trying:
             return not self.guessing
-        if self._wait <= 0 and (not self.guessing or plain_rate > self._rates[True].value):
-            self._trying = TRIES
-            self._rates[not self.guessing] = Rate()
-            return not self.guessing
+        if self._wait <= 0:
+            if not self.guessing or plain_rate > self._rates[True].value:
+                self._trying = TRIES
+                self._rates[not self.guessing] = Rate()
+                return not self.guessing
+            self._wait = RECENT  # nothing speaks for plain steps; the next look is a little later
         return self.guessing
 
     def learn(self, guessed: bool, tokens: int, seconds: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -53,9 +53,9 @@ class CapturedSteps:
         )
         self.room = Room(FIXED_ROWS if exact else BUCKETS[-1], NEAR, packed=True, fixed=exact)
         self.launching = 0.0
+        self.first_of_its_kind = False
         self.experts: str | None = None  # how experts are multiplied, if not as the model does
         self.cell_bytes = 0
-        self.graph_bytes = 0  # held by captured steps
         self.sisters = Sisters(model.model, lambda: None)
         self.compiled = CompiledLayers(model.model) if compile else None
         self._captures = model.device.type == "cuda"
@@ -108,10 +108,16 @@ class CapturedSteps:
         """Forget all captured steps: they belong to a cache that goes."""
         self._steps.clear()
         self._mover = self._pool = self._cache = None
-        self.graph_bytes = 0
+
+    @property
+    def graph_bytes(self) -> int:
+        """Memory held by captured steps."""
+        segments = torch.cuda.memory_snapshot() if self._pool is not None else []  # type: ignore[no-untyped-call]
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
 
     def start(self, plan: Plan, cache: SlotCache, group: Seq[Sequence], top: int) -> Callable[[], Answers]:
         began = perf_counter()
+        self.first_of_its_kind = False
         top = min(top, self.model.vocab_size)
         if self._embedding.data_ptr() != self._address:
             raise ModelError("The model's weights were moved after its steps were captured: make a new LM of it.")
@@ -148,10 +154,12 @@ class CapturedSteps:
         step = self._steps.get((rows, min(batch, rows)))
         if step is not None and step.ready(top):
             return step
+        self.first_of_its_kind = True
         try:
             with _on(self.model.device):
                 return self._capture(cache, rows, min(batch, rows), top)
         except Exception as error:
+            _end_captures(self.model.device)
             if isinstance(error, torch.OutOfMemoryError) and self.experts is None:
                 raise CapacityError(
                     f"There is no memory to capture steps of {rows} rows: lower max_batch, max_length or prefill_rows."
@@ -172,7 +180,6 @@ class CapturedSteps:
     def _capture(self, cache: SlotCache, rows: int, batch: int, top: int) -> CapturedStep:
         step = self._steps.get((rows, batch)) or CapturedStep(self.model, cache, rows, batch, self)
         if step.on_gpu:
-            before = torch.cuda.memory_reserved(self.model.device)
             if self._mover is None:
                 from lookfar.gpu.moving import Mover
 
@@ -185,7 +192,6 @@ class CapturedSteps:
             waiting = bar(f"Compiling steps of {rows} rows") if self.compiled else nullcontext()
             with waiting:
                 step.capture(top, self._mover, self._pool)
-            self.graph_bytes += torch.cuda.memory_reserved(self.model.device) - before
         self._steps[rows, batch] = step
         return step
 
@@ -204,6 +210,13 @@ def keeps_rows_apart(model: BoundModel) -> bool:
 def _on(device: torch.device) -> AbstractContextManager[object]:
     """Kernels go to the current device, which need not be the model's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _end_captures(device: torch.device) -> None:
+    """A capture that was broken off leaves the random generator waiting for its end; one that succeeds ends it."""
+    if device.type == "cuda":
+        with _on(device), suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=device)
 
 
 def _gist(error: Exception) -> str:
