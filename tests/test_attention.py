@@ -10,7 +10,7 @@ from families import DEVICE
 from lookfar.arrays import Int32s
 from lookfar.cache import SlotCache
 from lookfar.gpu import twin
-from lookfar.gpu.attention import attend
+from lookfar.gpu.attention import attend, chunks_for
 from lookfar.gpu.best import best
 from lookfar.gpu.moving import Mover, write_rows
 from lookfar.gpu.table import NEAR, WIDTH, fill, tiles_for
@@ -35,14 +35,23 @@ def table_of(plans: list[SequencePlan], rows: int, window: int = 0, chunk: int =
     return tables
 
 
-def tensors(plans: list[SequencePlan], rows: int, group: int, heads: int, k_dim: int, v_dim: int, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+def tensors(
+    plans: list[SequencePlan],
+    rows: int,
+    group: int,
+    heads: int,
+    k_dim: int,
+    v_dim: int,
+    dtype: torch.dtype,
+    cells: int = CELLS,
+):  # type: ignore[no-untyped-def]
     rng = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=rng).to(DEVICE, dtype)
 
     query = random(1, rows, group * heads, k_dim).transpose(1, 2)
-    keys, values = random(len(plans) + 1, heads, CELLS, k_dim), random(len(plans) + 1, heads, CELLS, v_dim)
+    keys, values = random(len(plans) + 1, heads, cells, k_dim), random(len(plans) + 1, heads, cells, v_dim)
     return query, keys, values, random(group * heads)
 
 
@@ -58,6 +67,8 @@ HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # the interpreter k
         (torch.float32, 1, 2, (80, 80), [390], [5], {"chunk": 64}),
         (torch.float32, 71, 1, (16, 16), [300], [20], {}),  # more query heads than a tile has room for
         (torch.float32, 2, 1, (16, 16), [200], [80], {"window": 100}),  # more rows than the small chunks are for
+        (torch.float32, 2, 1, (16, 16), [2900], [4], {"cells": 3000}),  # chunks of two sizes
+        (torch.float32, 1, 1, (16, 16), [10_000], [2], {"cells": 10_100}),  # and of three
         (HALF, 4, 2, (64, 64), [300, 97, 5], [20, 31, 2], {"sinks": True}),
     ],
 )
@@ -74,7 +85,7 @@ def test_kernels_and_twin_agree(
     used = sum(map(len, plans))
     rows = used + 3
     table = torch.from_numpy(table_of(plans, rows, int(options.get("window", 0)), int(options.get("chunk", 0))))
-    query, keys, values, sinks = tensors(plans, rows, group, heads, *dims, dtype)
+    query, keys, values, sinks = tensors(plans, rows, group, heads, *dims, dtype, int(options.get("cells", CELLS)))
     rest = (
         table[:, None].to(DEVICE),
         sinks if "sinks" in options else None,
@@ -84,6 +95,15 @@ def test_kernels_and_twin_agree(
     found, expected = attend(query, keys, values, *rest), twin.attend(query, keys, values, *rest)
     assert (found - expected).abs().max() < LAST_BITS[dtype] * max(1, expected.abs().max())
     assert not found[0, used:].any()  # padding
+
+
+@pytest.mark.parametrize("chunk", [128, 1024])
+def test_chunks_cover_every_key_once(chunk: int) -> None:
+    sizes = [chunk] * 8 + [2 * chunk] * 28 + [8 * chunk] * 10
+    for keys in range(1, sum(sizes), 331):
+        ends = np.cumsum(sizes)
+        assert chunks_for(keys, chunk) == int(np.searchsorted(ends, keys)) + 1
+    assert chunks_for(0, chunk) == 0
 
 
 def test_the_twin_attends_like_torch() -> None:

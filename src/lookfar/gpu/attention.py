@@ -32,20 +32,25 @@ from lookfar.gpu.table import (
 )
 
 BLOCK = 64  # keys taken at once
-CHUNK = 128  # keys of one program
-CHUNKS = 8  # so many chunks are that small, so that short texts keep many programs busy; the others are large
-LARGE = 4  # times as large
+CHUNK = 128  # keys of one program at the beginning of a text
+# The first 8 chunks are that small, so that short texts keep many programs busy, the next 28 are twice as large, and
+# all others eight times: sums over very many chunks would cost more than the keys.
+SMALL, MIDDLE = tl.constexpr(8), tl.constexpr(28)
 UNROLL = 4  # chunks fetched at once
 
 
 @triton.jit
-def chunk_start(chunk, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LARGE: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.where(chunk < CHUNKS, chunk * CHUNK, CHUNKS * CHUNK + (chunk - CHUNKS) * (LARGE * CHUNK))
+def chunk_start(chunk, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    middle = SMALL * CHUNK + (chunk - SMALL) * (2 * CHUNK)
+    large = (SMALL + 2 * MIDDLE) * CHUNK + (chunk - SMALL - MIDDLE) * (8 * CHUNK)
+    return tl.where(chunk < SMALL, chunk * CHUNK, tl.where(chunk < SMALL + MIDDLE, middle, large))
 
 
 @triton.jit
-def chunk_of(key, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LARGE: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.where(key < CHUNKS * CHUNK, key // CHUNK, CHUNKS + (key - CHUNKS * CHUNK) // (LARGE * CHUNK))
+def chunk_of(key, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    middle = SMALL + (key - SMALL * CHUNK) // (2 * CHUNK)
+    large = SMALL + MIDDLE + (key - (SMALL + 2 * MIDDLE) * CHUNK) // (8 * CHUNK)
+    return tl.where(key < SMALL * CHUNK, key // CHUNK, tl.where(key < (SMALL + 2 * MIDDLE) * CHUNK, middle, large))
 
 
 @triton.jit
@@ -101,8 +106,6 @@ def shared_keys(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    LARGE: tl.constexpr,
     NEAR: tl.constexpr,
     SEEN: tl.constexpr,
     LOW: tl.constexpr,
@@ -123,10 +126,10 @@ def shared_keys(  # type: ignore[no-untyped-def]
     slot = tl.load(about + TILE_SLOT).to(tl.int64)
     last = tl.maximum((tl.load(about + TILE_SEEN) - 1) // NEAR - 1, 0) * NEAR
     lowest = tl.load(about + TILE_LOW)
-    begin = chunk_start(chunk, CHUNK, CHUNKS, LARGE)
+    begin = chunk_start(chunk, CHUNK)
     if (begin >= last) | (part * TILE >= count * GROUP):
         return
-    end = tl.minimum(chunk_start(chunk + 1, CHUNK, CHUNKS, LARGE), last)
+    end = tl.minimum(chunk_start(chunk + 1, CHUNK), last)
     begin = tl.maximum(begin, lowest // BLOCK * BLOCK)
     entry = part * TILE + tl.arange(0, TILE)
     valid = entry < count * GROUP
@@ -193,8 +196,6 @@ def own_keys(  # type: ignore[no-untyped-def]
     SINKS: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    LARGE: tl.constexpr,
     NEAR: tl.constexpr,
     SLOT: tl.constexpr,
     DIRECT: tl.constexpr,
@@ -238,8 +239,8 @@ def own_keys(  # type: ignore[no-untyped-def]
     total = tl.zeros([GROUP_PAD], tl.float32)
     mixed = tl.zeros([GROUP_PAD, V_PAD], tl.float32)
     if far > low:
-        end = chunk_of(far - 1, CHUNK, CHUNKS, LARGE) + 1
-        for first in range(chunk_of(low, CHUNK, CHUNKS, LARGE), end, UNROLL):
+        end = chunk_of(far - 1, CHUNK) + 1
+        for first in range(chunk_of(low, CHUNK), end, UNROLL):
             for i in tl.static_range(UNROLL):  # unrolled, so that all are fetched before the first is added
                 place = ((first + i) * rows + row).to(tl.int64) * heads + head
                 known = member < tl.where(first + i < end, GROUP, 0)
@@ -267,6 +268,16 @@ def own_keys(  # type: ignore[no-untyped-def]
     tl.store(to, mixed / total[:, None], fits)
 
 
+def chunks_for(keys: int, chunk: int) -> int:
+    """How many chunks so many keys make."""
+    small, middle = 8 * chunk, 56 * chunk
+    if keys <= small:
+        return -(-keys // chunk)
+    if keys <= small + middle:
+        return 8 + -(-(keys - small) // (2 * chunk))
+    return 36 + -(-(keys - small - middle) // (8 * chunk))
+
+
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -286,8 +297,7 @@ def attend(
     # So many rows that all programs have work anyway need no small chunks, and would have large sums to keep.
     chunk = CHUNK if rows <= 64 else 8 * CHUNK
     far = max((keys.shape[2] - 1) // NEAR - 1, 0) * NEAR  # of a row that sees all cells
-    near_end = CHUNKS * chunk
-    chunks = -(-far // chunk) if far <= near_end else CHUNKS + -(-(far - near_end) // (LARGE * chunk))
+    chunks = chunks_for(far, chunk)
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     mixed = torch.empty(max(chunks, 1), rows, heads, v_dim, **floats)
     top, total = torch.empty(2, max(chunks, 1), rows, heads, **floats)
@@ -301,8 +311,6 @@ def attend(
         "CAPPED": softcap > 0,
         "WIDTH": table.shape[-1],
         "CHUNK": chunk,
-        "CHUNKS": CHUNKS,
-        "LARGE": LARGE,
         "NEAR": NEAR,
         "SEEN": SEEN,
         "LOW": LOW,
