@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lookfar.version import __version__
 
 if TYPE_CHECKING:
+    from lookfar import bench
     from lookfar.config import DraftModel, Jacobi, Lookahead, PromptLookup, Recycle, Suffix, Trie
     from lookfar.errors import LookfarError
     from lookfar.integrations.attached import last_stats
@@ -31,6 +32,7 @@ __all__ = [
     "Trie",
     "__version__",
     "accelerate",
+    "bench",
     "generate",
     "last_stats",
     "load",
@@ -61,6 +63,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "bench":
+        return import_module("lookfar.bench")
     if name not in _HOME:
         raise AttributeError(f"module 'lookfar' has no attribute {name!r}")
     return getattr(import_module(f"lookfar.{_HOME[name]}"), name)

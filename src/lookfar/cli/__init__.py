@@ -8,6 +8,7 @@ import warnings
 
 import typer
 
+from lookfar.cli.bench import bench
 from lookfar.cli.chat import chat
 from lookfar.cli.check import check
 from lookfar.cli.compare import compare
@@ -29,6 +30,7 @@ app.command()(chat)
 app.command()(compare)
 app.command()(check)
 app.command()(explain)
+app.command()(bench)
 app.add_typer(store, name="store")
 
 

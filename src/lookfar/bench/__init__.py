@@ -1,0 +1,92 @@
+"""How much faster is it, for this model on this machine? Measured side by side, with everything written down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lookfar.bench.records import Results, Run
+from lookfar.bench.runner import contestants_for, run_all
+from lookfar.bench.suites import read_prompts, read_suite
+from lookfar.bench.summary import Line, summarize
+from lookfar.config import Budget, StrategySpec, parse_strategy
+from lookfar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lookfar.lm import LM
+
+__all__ = ["Line", "Results", "Run", "run", "summarize"]
+
+
+def run(
+    model: LM | str = "demo",
+    *,
+    suites: Seq[str] = (),
+    data: str | Path | None = None,
+    prompts: str | Path | None = None,
+    strategies: Seq[StrategySpec] = ("auto",),
+    baselines: Seq[str] = ("generate",),
+    draft: Any = None,
+    budget: Budget = None,
+    limit: int = 10,
+    max_new_tokens: int = 128,
+    batch: Seq[int] = (1,),
+    repeats: int = 1,
+    out: str | Path | None = None,
+    **sampling: Any,
+) -> Results:
+    """Decode the prompts of suites, or of a file, with every contestant in turn.
+
+    `suites` are read from `data`, a directory of jsonl files, or from the hub. `baselines` are ways of transformers:
+    "generate", "prompt_lookup", and "assisted" with a `draft` model. Our own plain decoding always runs. What is in
+    the file `out` already is not measured again. Other arguments are for sampling: `temperature=0.7`, …
+    """
+    whole = {"limit": limit, "max_new_tokens": max_new_tokens, "repeats": repeats}
+    for name, value in whole.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+    if not batch or not all(isinstance(b, int) and b >= 1 for b in batch):
+        raise ConfigError(f"batch takes whole numbers of at least 1, not {batch!r}.")
+    if bool(suites) == (prompts is not None):
+        raise ConfigError("Give suites or a file of prompts, one of the two.")
+    if prompts is not None:
+        read = {Path(prompts).stem: read_prompts(Path(prompts), limit)}
+    else:
+        read = {name: read_suite(name, Path(data) if data is not None else None, limit) for name in suites}
+    lm = _lm(model, max(batch))
+    draft = _lm(draft, 1).model if isinstance(draft, str) else draft
+    contestants = contestants_for(lm, strategies, baselines, draft, budget, batch)
+    settings = {
+        "model": Path(lm.model.config.name_or_path or lm.engine.model.support.model_type).name,
+        "dtype": str(lm.model.dtype).removeprefix("torch."),
+        "device": lm.device.type,
+        "contestants": [one.name for one in contestants],
+        "strategies": [[repr(part) for part in parse_strategy(spec)] for spec in strategies],
+        "budget": budget,
+        "suites": {name: [prompt.id for prompt in found] for name, found in read.items()},
+        "max_new_tokens": max_new_tokens,
+        "batch": list(batch),
+        "repeats": repeats,
+        "sampling": sampling,
+    }
+    return run_all(
+        lm,
+        read,
+        contestants,
+        max_new_tokens=max_new_tokens,
+        batches=batch,
+        repeats=repeats,
+        sampling=sampling,
+        settings=settings,
+        out=Path(out) if out is not None else None,
+    )
+
+
+def _lm(model: LM | str, batch: int) -> LM:
+    from lookfar.lm import LM
+    from lookfar.loading import load
+
+    if isinstance(model, LM):
+        return model
+    return load(model, max_batch=batch)
