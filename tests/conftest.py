@@ -55,6 +55,7 @@ def costs_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("costs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lookfar.costs.cache_dir", lambda: folder)
+        patch.setattr("lookfar.bench.tune.cache_dir", lambda: folder)
         yield
 
 

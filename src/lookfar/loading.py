@@ -32,7 +32,7 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    strategy: StrategySpec = "auto",
+    strategy: StrategySpec = None,
     budget: Budget = None,
     pack: bool | None = None,
     capture: bool | None = None,
@@ -47,9 +47,12 @@ def load(
 
     `device`: a torch device, or "auto" to spread the model with accelerate; by default the GPU if there is one.
     `dtype`: a torch dtype or its name; by default the checkpoint's own on a GPU, float32 on a CPU.
+    Without `strategy` and `budget`, what `lookfar tune` found for this model and machine is used, or `"auto"`.
     The rest is as for `LM`.
     """
-    parse_strategy(strategy)  # a mistake here should not cost a model's loading
+    from lookfar.bench.tune import find_profile
+
+    parse_strategy(strategy or "auto")  # a mistake here should not cost a model's loading
     check_budget(budget)
     device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config, where = read_config(name)
@@ -62,10 +65,10 @@ def load(
             raise
         except Exception as error:  # transformers, safetensors and tokenizers raise whatever they like
             raise ModelError(f"{name} cannot be loaded: {first_sentence(error)}.") from error
-    return LM(
+    lm = LM(
         model,
         tokenizer,
-        strategy=strategy,
+        strategy=strategy or "auto",
         budget=budget,
         pack=pack,
         capture=capture,
@@ -76,6 +79,9 @@ def load(
         max_batch=max_batch,
         max_length=max_length,
     )
+    if strategy is None and budget is None and (tuned := find_profile(lm.engine.steps)) is not None:
+        lm.strategy, lm.budget = tuned.strategies, tuned.budget
+    return lm
 
 
 def load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, int]:

@@ -26,7 +26,7 @@ BASELINES = ("generate", "prompt_lookup", "assisted")  # of transformers
 
 @dataclass
 class Contestant:
-    """A name in the tables, "hf …" for transformers, whose `model.generate` gets the `arguments`; ours has a strategy."""
+    """A name in the tables: "hf …" is transformers, whose `generate` gets the `arguments`; ours has a strategy."""
 
     name: str
     strategy: StrategySpec = None

@@ -8,7 +8,7 @@ import warnings
 
 import typer
 
-from lookfar.cli.bench import bench
+from lookfar.cli.bench import app as bench
 from lookfar.cli.chat import chat
 from lookfar.cli.check import check
 from lookfar.cli.compare import compare
@@ -16,6 +16,7 @@ from lookfar.cli.explain import explain
 from lookfar.cli.generate import generate
 from lookfar.cli.options import say
 from lookfar.cli.store import app as store
+from lookfar.cli.tune import tune
 from lookfar.errors import LookfarError, LookfarWarning
 from lookfar.version import __version__
 
@@ -30,7 +31,8 @@ app.command()(chat)
 app.command()(compare)
 app.command()(check)
 app.command()(explain)
-app.command()(bench)
+app.command()(tune)
+app.add_typer(bench, name="bench")
 app.add_typer(store, name="store")
 
 

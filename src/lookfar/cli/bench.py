@@ -1,7 +1,8 @@
-"""`lookfar bench`: how much faster, on this machine, with every number written down."""
+"""`lookfar bench`: how much faster, with every number written down. `lookfar bench steps`: what a step costs."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +36,12 @@ Out = Annotated[Path, typer.Option(help="The file of all records. A run that was
 Html = Annotated[Path | None, typer.Option(help="Write the report as a page.")]
 
 
+app = typer.Typer(invoke_without_command=True, help="Measure: how much faster, and what a step costs.")
+
+
+@app.callback()
 def bench(
+    context: typer.Context,
     suite: Suites = None,
     data: Data = None,
     prompts: Prompts = None,
@@ -62,6 +68,8 @@ def bench(
     html: Html = None,
 ) -> None:
     """Decode prompts plainly, with strategies and with transformers, in turn: how fast, and are the texts identical?"""
+    if context.invoked_subcommand is not None:
+        return
     from lookfar import bench as measuring
     from lookfar.bench.page import BRIEF, brief, page
     from lookfar.files import replace_file
@@ -112,8 +120,65 @@ def bench(
     console.print(f"[dim]{len(results.runs)} runs in {out}{f', the page in {html}' if html else ''}[/]")
 
 
-def _numbers(text: str) -> list[int]:
+@app.command()
+def steps(
+    model: Annotated[str | None, typer.Option(help="demo, a directory of a saved model, or a hub name.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Random weights instead: llama-3-8b, qwen2.5-7b, smollm2-135m, or a config file.")
+    ] = None,
+    contexts: Annotated[str, typer.Option(help="Tokens before the step, joined by commas.")] = "128,512,2048",
+    compile: options.Compile = False,
+    exact: options.Exact = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    html: Html = None,
+    as_json: options.Json = False,
+) -> None:
+    """Milliseconds of a step with 1 to 256 rows, how many rows are nearly free, and how near it is to the floor."""
+    import torch
+
+    from lookfar.bench import plots
+    from lookfar.bench.steps import measure_steps, random_model
+    from lookfar.lm import LM
+    from lookfar.loading import load
+
+    lengths = _numbers(contexts, "--contexts")
+    if (model is None) == (shape is None):
+        raise ConfigError("Give --model NAME or --shape NAME, one of the two.")
+    if shape is not None:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        kind = getattr(torch, dtype or ("bfloat16" if place.type == "cuda" else "float32"), None)
+        if not isinstance(kind, torch.dtype):
+            raise ConfigError(f"Unknown dtype {dtype!r}: use float32, float16 or bfloat16.")
+        lm = LM(random_model(shape, place, kind), compile=compile, exact=exact)
+    else:
+        assert model is not None
+        lm = load(model, device=device, dtype=dtype, compile=compile, exact=exact)
+    found = measure_steps(lm.engine.steps, shape or str(model), lengths)
+    if html is not None:
+        series = {
+            f"context {c}": [(float(r), ms) for r, ms in curve.items()] for c, curve in found.milliseconds.items()
+        }
+        chart = plots.lines(f"A step of {found.model}", series, "rows", "ms", log=True)
+        html.write_text(f'<!doctype html><meta charset="utf-8"><title>lookfar bench steps</title>{chart}')
+    if as_json:
+        print(json.dumps(found.as_dict()))
+        return
+    table = Table("rows", *(f"{n} before" for n in found.milliseconds), box=None, header_style="bold")
+    for rows in next(iter(found.milliseconds.values())):
+        table.add_row(str(rows), *(f"{curve[rows]:.2f} ms" for curve in found.milliseconds.values()))
+    table.add_row("nearly free", *(f"{found.critical(c)} rows" for c in found.milliseconds))
+    table.add_row("of the floor", *(f"{found.share(c):.0%}" for c in found.milliseconds))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        f"[dim]{found.model}, {found.steps} steps on {found.device}. The floor is {found.floor:.2f} ms: "
+        f"{found.weight_bytes / 1e9:.2f} GB of weights at {found.bandwidth / 1e9:.0f} GB/s, measured.[/]"
+    )
+
+
+def _numbers(text: str, option: str = "--batch") -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise ConfigError(f"--batch takes numbers joined by commas, not {text!r}.")
+        raise ConfigError(f"{option} takes numbers joined by commas, not {text!r}.")
     return [int(part) for part in parts]

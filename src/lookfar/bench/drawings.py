@@ -1,0 +1,121 @@
+"""The drawings of docs/how-it-works.md, made from what decodes: `python -m lookfar.bench.drawings docs/img`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence as Seq
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from lookfar.bench.plots import STYLE, colour_of
+from lookfar.config import Lookahead
+from lookfar.drafters.base import Outcome
+from lookfar.drafters.lookahead import LookaheadDrafter
+from lookfar.tree import NO_TREE, Plan, SequencePlan, TokenTree
+
+CELL, GAP = 24, 6
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "lay", "hat", "dog")
+EXAMPLE = TokenTree.of([[1, 2, 3, 4], [1, 6, 3], [8, 2]])
+
+
+def svg(width: float, height: float, title: str, parts: Seq[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
+        f'role="img" aria-label="{escape(title)}">{STYLE}{"".join(parts)}</svg>\n'
+    )
+
+
+def text(x: float, y: float, words: str, anchor: str = "middle", kind: str = "ink") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def tree(of: TokenTree = EXAMPLE, accepted: Seq[int] = (0, 1, 2)) -> str:
+    """Guesses after a root, shared beginnings drawn once; what the model chose is filled."""
+    across, down = 96, 44
+    leaves = 0
+    rows: dict[int, float] = {}
+    for node in reversed(range(len(of))):
+        below = [rows[child] for child in range(len(of)) if of.parents[child] == node]
+        if below:
+            rows[node] = sum(below) / len(below)
+        else:
+            rows[node], leaves = float(leaves), leaves + 1
+    root = sum(rows[n] for n in range(len(of)) if of.parents[n] < 0) / max(int((of.parents < 0).sum()), 1)
+    parts = []
+
+    def place(node: int) -> tuple[float, float]:
+        depth, row = (int(of.depths[node]), rows[node]) if node >= 0 else (0, root)
+        return 50 + depth * across, 34 + (leaves - 1 - row) * down
+
+    for node in range(len(of)):
+        (x1, y1), (x2, y2) = place(int(of.parents[node])), place(node)
+        parts.append(f'<line class="axis" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>')
+    for node in range(-1, len(of)):
+        x, y = place(node)
+        fill = "#1a7f4b" if node in accepted else "#64748b" if node < 0 else "#cbd5e1"
+        parts.append(f'<rect x="{x - 32}" y="{y - 14}" width="64" height="28" rx="6" fill="{fill}"/>')
+        ink = "#fff" if node in accepted or node < 0 else "#1d2430"
+        word = WORDS[int(of.tokens[node])] if node >= 0 else WORDS[0]
+        parts.append(f'<text x="{x}" y="{y + 4}" text-anchor="middle" fill="{ink}">{word}</text>')
+    width = 110 + int(of.depths.max()) * across
+    return svg(width, leaves * down + 26, "A tree of guesses", parts)
+
+
+def mask(plan: SequencePlan, names: Seq[str], cached: int = 3) -> str:
+    """Which row (down) sees which key (across): cached tokens first, then the rows of the step."""
+    visible = Plan([plan]).visible[0]
+    rows = len(plan)
+    left, top = 92.0, 74.0
+    parts = []
+    for r in range(rows):
+        parts.append(text(left - 8, top + r * (CELL + 2) + 16, names[r], "end"))
+        for c in range(cached + rows):
+            sees = c < cached or bool(visible[r, c - cached])
+            fill = colour_of(7 if c < cached else 0) if sees else "none"
+            place = f'x="{left + c * (CELL + 2)}" y="{top + r * (CELL + 2)}" width="{CELL}" height="{CELL}"'
+            parts.append(f'<rect class="grid" {place} rx="3" fill="{fill}"/>')
+    for c in range(cached + rows):
+        words = f"text {c + 1}" if c < cached else names[c - cached]
+        x = left + c * (CELL + 2) + 16
+        parts.append(f'<text class="dim" transform="translate({x},{top - 8}) rotate(-50)">{escape(words)}</text>')
+    return svg(left + (cached + rows) * (CELL + 2) + 40, top + rows * (CELL + 2) + 8, "Who sees whom in a step", parts)
+
+
+def window(width: int = 5, ngram: int = 4) -> str:
+    """A full lookahead window: positions across, levels down. Dots: rows whose answers end an n-gram."""
+    prompt = list(range(3, 30))
+    drafter = LookaheadDrafter(Lookahead(window=width, ngram=ngram, guesses=0, from_prompt=False), prompt)
+    for step in range(ngram - 2):  # the warm-up adds a level each time
+        answers = np.full(sum(map(len, drafter.levels)), step, np.int64)
+        drafter.observe(prompt, Outcome([step], NO_TREE, np.zeros(1, np.int64), answers))
+    rows = drafter.window_rows()
+    parts = [text(10, 22, "positions after the root →", "start", "dim")]
+
+    def square(position: int, level: int, fill: str, dot: bool) -> None:
+        x, y = 10 + position * (CELL + GAP), 36 + level * (CELL + GAP)
+        parts.append(f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="4" fill="{fill}"/>')
+        if dot:
+            parts.append(f'<circle cx="{x + CELL / 2}" cy="{y + CELL / 2}" r="4" fill="#fff"/>')
+
+    square(0, 0, "#64748b", dot=False)
+    row = 0
+    for level, tokens in enumerate(drafter.levels):
+        for _ in tokens:
+            square(int(rows.offsets[row]), level, colour_of(level), bool(rows.wanted[row]))
+            row += 1
+    right = 40 + (int(rows.offsets.max()) + 1) * (CELL + GAP)
+    return svg(max(right, 240), 46 + len(drafter.levels) * (CELL + GAP), "The lookahead window", parts)
+
+
+def every() -> dict[str, str]:
+    """File name → drawing."""
+    step = SequencePlan(np.array([0]), 3, tree=EXAMPLE)
+    names = ["the", *(WORDS[token] for token in EXAMPLE.tokens)]
+    return {"tree.svg": tree(), "mask.svg": mask(step, names), "window.svg": window()}
+
+
+if __name__ == "__main__":
+    for name, drawing in every().items():
+        (Path(sys.argv[1]) / name).write_text(drawing)

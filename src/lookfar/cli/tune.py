@@ -1,0 +1,82 @@
+"""`lookfar tune`: the fastest settings for a model, a machine and prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lookfar.cli import options
+from lookfar.errors import ConfigError
+
+Prompts = Annotated[Path | None, typer.Option(help="Your own prompts: jsonl, or one a line.")]
+Suites = Annotated[str | None, typer.Option("--suite", help="Suites instead, joined by commas.")]
+Data = Annotated[Path | None, typer.Option(help="A directory with NAME.jsonl for each suite.")]
+Minutes = Annotated[float, typer.Option(help="How long to try.")]
+Limit = Annotated[int, typer.Option(help="Prompts of each suite, or of the file.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what was found; keep nothing.")]
+
+
+def tune(
+    prompts: Prompts = None,
+    suite: Suites = None,
+    data: Data = None,
+    model: options.Model = "demo",
+    minutes: Minutes = 10.0,
+    limit: Limit = 30,
+    max_new_tokens: options.MaxNewTokens = 128,
+    pack: options.Pack = None,
+    compile: options.Compile = False,
+    exact: options.Exact = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Try settings on prompts, keep the fastest for `load`; judged on prompts that were not tried on."""
+    from lookfar.bench.suites import read_prompts, read_suite
+    from lookfar.bench.tune import save_profile, tune as find
+    from lookfar.config import name_of
+    from lookfar.loading import load
+
+    if (prompts is None) == (suite is None):
+        raise ConfigError("Give --prompts FILE or --suite NAMES, one of the two.")
+    if prompts is not None:
+        found = read_prompts(prompts, limit)
+    else:
+        assert suite is not None
+        by_suite = [read_suite(name.strip(), data, limit) for name in suite.split(",")]
+        found = [
+            prompt for some in zip(*by_suite, strict=False) for prompt in some
+        ]  # in turn, so that all are judged by
+    lm = load(
+        model,
+        device=device,
+        dtype=dtype,
+        pack=pack,
+        compile=compile,
+        exact=exact,
+        max_batch=1,
+        strategy="auto",
+    )
+    console = Console(highlight=False)
+    profile = find(
+        lm,
+        [prompt.ids(lm) for prompt in found],
+        minutes=minutes,
+        max_new_tokens=max_new_tokens,
+        say=lambda words: console.print(f"[dim]{words}[/]"),
+    )
+    table = Table("tried", "tokens/s", "prompts", box=None, header_style="bold")
+    for name, rate, rounds in profile.tried:
+        table.add_row(name, f"{rate:.1f}", str(rounds))
+    console.print(table)
+    chosen = " + ".join(map(repr, profile.strategies)) or "plain decoding"
+    rows = f" with {profile.budget} rows a step" if profile.budget is not None else ""
+    if name_of(profile.strategies) == "auto" and profile.budget == "auto":
+        chosen, rows = "the defaults", ""
+    console.print(f"Fastest: [bold]{chosen}[/]{rows}, {profile.over_plain:.2f}× plain decoding.")
+    if not dry_run:
+        console.print(f"[dim]Kept in {save_profile(lm.engine.steps, profile)}; load uses it from now on.[/]")

@@ -1,0 +1,33 @@
+"""Pages that are made by our own code are up to date."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from lookfar.bench.drawings import every
+from lookfar.cli.manual import manual
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def test_the_manual_names_every_option() -> None:
+    assert (DOCS / "cli.md").read_text() == manual(), "run python -m lookfar.cli.manual > docs/cli.md"
+
+
+@pytest.mark.parametrize("name", sorted(every()))
+def test_drawings(name: str) -> None:
+    drawing = every()[name]
+    ElementTree.fromstring(drawing)
+    assert (DOCS / "img" / name).read_text() == drawing, "run python -m lookfar.bench.drawings docs/img"
+    assert f"img/{name}" in (DOCS / "how-it-works.md").read_text()
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    import re
+
+    for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} points to {target}"
