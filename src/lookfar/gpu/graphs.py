@@ -1,41 +1,36 @@
-"""Steps captured as CUDA graphs: the host writes one block of numbers, replays, and reads one block of answers."""
+"""Captured steps of all shapes: which one a plan needs, captured on first use, and what happens if it cannot be."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import accumulate
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from lookfar.answers import Answers, EagerSteps, Room
-from lookfar.arrays import Ints
 from lookfar.cache import SlotCache
 from lookfar.errors import CapacityError, ConfigError, LookfarWarning, ModelError
-from lookfar.gpu import twin
+from lookfar.gpu.captured import CapturedStep
 from lookfar.gpu.compiled import CompiledLayers
 from lookfar.gpu.interface import NAME
 from lookfar.gpu.memory import cache_size, free_memory
-from lookfar.gpu.packed import PackedStep
 from lookfar.gpu.sisters import Sisters
 from lookfar.gpu.table import NEAR
+from lookfar.gpu.trial import CAPACITY, keeps_rows_apart, try_out
 from lookfar.model import BoundModel
 from lookfar.probe import agree, branched_plan
 from lookfar.progress import bar
-from lookfar.tree import Plan, SequencePlan, TokenTree
+from lookfar.tree import Plan
 
 if TYPE_CHECKING:
     from lookfar.sequence import Sequence
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows; a step has the next of these, the rest is padding
 BUCKET_OF = [next(size for size in BUCKETS if size >= rows) for rows in range(BUCKETS[-1] + 1)]
-EVERY_ROW = np.arange(BUCKETS[-1])
 FIXED_ROWS = 64
-CAPACITY = 64  # of the cache that a model is tried with
 
 
 class CapturedSteps:
@@ -83,7 +78,7 @@ class CapturedSteps:
             self.cell_bytes = cache.nbytes // (CAPACITY + 1)
             if self._captures:
                 self.sisters = Sisters(self.model.model, lambda: try_out(self.model, plan, cache))
-            if self.exact and not keeps_rows_apart(self.model):
+            if self.exact and not keeps_rows_apart(self.model, FIXED_ROWS):
                 return "a row's answer depends on the rows beside it"
         return ""
 
@@ -196,17 +191,6 @@ class CapturedSteps:
         return step
 
 
-def keeps_rows_apart(model: BoundModel) -> bool:
-    """Is a root's answer the same to the last bit, whatever is guessed after it?"""
-    root, cache = np.array([1 % model.vocab_size]), SlotCache(1, CAPACITY + FIXED_ROWS)
-    found = []
-    for seed in range(3):
-        guesses = np.random.default_rng(seed).integers(0, model.vocab_size, (3 * seed, 4)).tolist()
-        plan = Plan([SequencePlan(root, cached=0, tree=TokenTree.of(guesses))])
-        found.append(try_out(model, plan, cache, FIXED_ROWS)[0])
-    return all(torch.equal(found[0], other) for other in found)
-
-
 def _on(device: torch.device) -> AbstractContextManager[object]:
     """Kernels go to the current device, which need not be the model's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -221,107 +205,3 @@ def _end_captures(device: torch.device) -> None:
 
 def _gist(error: Exception) -> str:
     return " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200]
-
-
-def try_out(model: BoundModel, plan: Plan, cache: SlotCache, rows: int = 16) -> torch.Tensor:
-    """The logits of a packed step."""
-    step = PackedStep(model, cache, rows, 1)
-    step.fill(plan)
-    step.device.copy_(step.host)
-    with model.attending(NAME):
-        return step.forward(model.model.forward)[: plan.width]
-
-
-class CapturedStep(PackedStep):
-    """A packed step as graphs: one for each number of predictions that is asked for."""
-
-    def __init__(self, model: BoundModel, cache: SlotCache, rows: int, batch: int, steps: CapturedSteps) -> None:
-        super().__init__(model, cache, rows, batch)
-        self.steps = steps
-        self.logits = torch.empty(0)
-        self.back = torch.empty(0)
-        self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, Callable[[], None]]] = {}
-
-    def fill(self, plan: Plan) -> bool:
-        if not super().fill(plan):
-            return False
-        if not self.on_gpu:
-            return True  # moved by the cache itself
-        self.host_moves[:, 0] = -1
-        for i in range(plan.batch):
-            cells = self.cache.claim(plan.first_slot + i, NEAR)
-            if cells is not None:
-                orders = self.host_moves[i]
-                orders[:] = -1
-                orders[0] = plan.first_slot + i
-                orders[1 : 1 + len(cells[0])], orders[1 + NEAR : 1 + NEAR + len(cells[1])] = cells
-        return True
-
-    def run(self) -> torch.Tensor:
-        """The forward, compiled if that was asked for."""
-        with self.model.attending(NAME), self.model.experts(self.steps.experts), self.steps.sisters.in_use():
-            if self.steps.compiled is None:
-                return self.forward(self.model.model.forward)
-            self.steps.compiled.turn = self.packed.turn_of
-            return self.forward(self.steps.compiled)
-
-    def launch(self, top: int) -> None:
-        """Run what was filled in."""
-        if not self.on_gpu:
-            self.cache.settle()
-            self.logits = self.run()
-            self.back = twin.best(self.logits, top)
-            return
-        self.logits, self.back, replay = self._graphs[top]
-        replay()
-
-    def ready(self, top: int) -> bool:
-        """Is there a graph? Without a GPU none is needed."""
-        return top in self._graphs or not self.on_gpu
-
-    def capture(self, top: int, mover: Callable[[torch.Tensor], None], pool: Any) -> None:
-        """Run it twice with padding alone, for whatever is compiled or allocated once, and then for the graph."""
-        from lookfar.gpu.best import best
-
-        self.clear()
-        self.host_moves[:] = -1
-        back = torch.zeros(self.rows, 1 + 2 * top, dtype=torch.int32, pin_memory=True)
-
-        def step() -> torch.Tensor:
-            self.device.copy_(self.host, non_blocking=True)
-            mover(self.moves)
-            logits = self.run()
-            back.copy_(best(logits, top), non_blocking=True)
-            return logits
-
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may use the device
-            logits = step()
-        self._graphs[top] = logits, back, graph.replay
-
-    def answers(self, plan: Plan, top: int) -> Answers:
-        """Wait for the device, and read what came back."""
-        if self.on_gpu:
-            torch.cuda.current_stream(self.device.device).synchronize()
-        back, all_logits = self.back.numpy(), self.logits
-        starts = list(accumulate(plan.lengths, initial=0))
-        of_each = [back[start : start + length] for start, length in zip(starts, plan.lengths, strict=False)]
-
-        def logits(sequence: int, rows: Ints) -> torch.Tensor:
-            start = starts[sequence]
-            return all_logits[start + rows[0] : start + rows[-1] + 1]
-
-        return Answers(
-            EVERY_ROW[: plan.width],
-            [own[:, 0].astype(np.int64) for own in of_each],
-            logits,
-            [own[:, 1 : 1 + top] for own in of_each] if top else None,
-            [own[:, 1 + top :].view(np.float32) for own in of_each] if top else None,
-        )

@@ -1,0 +1,118 @@
+"""One shape of step as CUDA graphs: the host writes a block of numbers, replays, and reads a block of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lookfar.answers import Answers
+from lookfar.arrays import Ints
+from lookfar.cache import SlotCache
+from lookfar.gpu import twin
+from lookfar.gpu.interface import NAME
+from lookfar.gpu.packed import PackedStep
+from lookfar.gpu.table import NEAR
+from lookfar.model import BoundModel
+from lookfar.tree import Plan
+
+if TYPE_CHECKING:
+    from lookfar.gpu.graphs import CapturedSteps
+
+
+class CapturedStep(PackedStep):
+    """A packed step as graphs: one for each number of predictions that is asked for."""
+
+    def __init__(self, model: BoundModel, cache: SlotCache, rows: int, batch: int, steps: CapturedSteps) -> None:
+        super().__init__(model, cache, rows, batch)
+        self.steps = steps
+        self.logits = torch.empty(0)
+        self.back = torch.empty(0)
+        self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, Callable[[], None]]] = {}
+
+    def fill(self, plan: Plan) -> bool:
+        if not super().fill(plan):
+            return False
+        if not self.on_gpu:
+            return True  # moved by the cache itself
+        self.host_moves[:, 0] = -1
+        for i in range(plan.batch):
+            cells = self.cache.claim(plan.first_slot + i, NEAR)
+            if cells is not None:
+                orders = self.host_moves[i]
+                orders[:] = -1
+                orders[0] = plan.first_slot + i
+                orders[1 : 1 + len(cells[0])], orders[1 + NEAR : 1 + NEAR + len(cells[1])] = cells
+        return True
+
+    def run(self) -> torch.Tensor:
+        """The forward, compiled if that was asked for."""
+        with self.model.attending(NAME), self.model.experts(self.steps.experts), self.steps.sisters.in_use():
+            if self.steps.compiled is None:
+                return self.forward(self.model.model.forward)
+            self.steps.compiled.turn = self.packed.turn_of
+            return self.forward(self.steps.compiled)
+
+    def launch(self, top: int) -> None:
+        """Run what was filled in."""
+        if not self.on_gpu:
+            self.cache.settle()
+            self.logits = self.run()
+            self.back = twin.best(self.logits, top)
+            return
+        self.logits, self.back, replay = self._graphs[top]
+        replay()
+
+    def ready(self, top: int) -> bool:
+        """Is there a graph? Without a GPU none is needed."""
+        return top in self._graphs or not self.on_gpu
+
+    def capture(self, top: int, mover: Callable[[torch.Tensor], None], pool: Any) -> None:
+        """Run it twice with padding alone, for whatever is compiled or allocated once, and then for the graph."""
+        from lookfar.gpu.best import best
+
+        self.clear()
+        self.host_moves[:] = -1
+        back = torch.zeros(self.rows, 1 + 2 * top, dtype=torch.int32, pin_memory=True)
+
+        def step() -> torch.Tensor:
+            self.device.copy_(self.host, non_blocking=True)
+            mover(self.moves)
+            logits = self.run()
+            back.copy_(best(logits, top), non_blocking=True)
+            return logits
+
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may use the device
+            logits = step()
+        self._graphs[top] = logits, back, graph.replay
+
+    def answers(self, plan: Plan, top: int) -> Answers:
+        """Wait for the device, and read what came back."""
+        if self.on_gpu:
+            torch.cuda.current_stream(self.device.device).synchronize()
+        back, all_logits = self.back.numpy(), self.logits
+        starts = list(accumulate(plan.lengths, initial=0))
+        of_each = [back[start : start + length] for start, length in zip(starts, plan.lengths, strict=False)]
+
+        def logits(sequence: int, rows: Ints) -> torch.Tensor:
+            start = starts[sequence]
+            return all_logits[start + rows[0] : start + rows[-1] + 1]
+
+        return Answers(
+            np.arange(plan.width),
+            [own[:, 0].astype(np.int64) for own in of_each],
+            logits,
+            [own[:, 1 : 1 + top] for own in of_each] if top else None,
+            [own[:, 1 + top :].view(np.float32) for own in of_each] if top else None,
+        )
