@@ -92,6 +92,7 @@ def test_candidates_fit_a_step() -> None:
     assert any(isinstance(s, Lookahead) and s.window == 15 for one in candidates(None) for s in one.strategies)
     assert not any(isinstance(s, Lookahead) and s.window == 15 for one in candidates(64) for s in one.strategies)
     assert len({one.name for one in candidates(None)}) == len(candidates(None))
+    assert Candidate((Trie(branch_length=8), Suffix()), 16).name == "trie(branch_length=8) + suffix, 16 rows"
 
 
 def test_a_profile_is_found_again_and_nothing_else_is_believed(lm: lookfar.LM, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -40,9 +40,8 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        settings = ", ".join(repr(part) for part in self.strategies if part not in AUTO)
         rows = f", {self.budget} rows" if isinstance(self.budget, int) else ""
-        return (settings or name_of(self.strategies)) + rows
+        return (name_of(self.strategies) if self.strategies == AUTO else told(self.strategies)) + rows
 
     @property
     def rate(self) -> float:
@@ -58,6 +57,18 @@ class Profile:
     speed_up: float  # over the defaults, on prompts kept aside
     over_plain: float
     tried: list[tuple[str, float, int]] = field(default_factory=list)  # name, tokens per second, rounds
+
+
+def told(strategies: Seq[Strategy]) -> str:
+    """Strategies with the settings that are not their defaults: trie(decoding_length=7)."""
+    words = []
+    for one in strategies:
+        usual = type(one)()
+        changed = [
+            f"{f.name}={getattr(one, f.name)}" for f in fields(one) if getattr(one, f.name) != getattr(usual, f.name)
+        ]
+        words.append(one.name + (f"({', '.join(changed)})" if changed else ""))
+    return " + ".join(words) or "none"
 
 
 def candidates(limit: int | None) -> list[Candidate]:

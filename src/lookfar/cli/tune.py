@@ -37,7 +37,7 @@ def tune(
 ) -> None:
     """Try settings on prompts, keep the fastest for `load`; judged on prompts that were not tried on."""
     from lookfar.bench.suites import read_prompts, read_suite
-    from lookfar.bench.tune import save_profile, tune as find
+    from lookfar.bench.tune import save_profile, told, tune as find
     from lookfar.config import name_of
     from lookfar.loading import load
 
@@ -73,7 +73,7 @@ def tune(
     for name, rate, rounds in profile.tried:
         table.add_row(name, f"{rate:.1f}", str(rounds))
     console.print(table)
-    chosen = " + ".join(map(repr, profile.strategies)) or "plain decoding"
+    chosen = told(profile.strategies) if profile.strategies else "plain decoding"
     rows = f" with {profile.budget} rows a step" if profile.budget is not None else ""
     if name_of(profile.strategies) == "auto" and profile.budget == "auto":
         chosen, rows = "the defaults", ""
