@@ -83,12 +83,8 @@ class StepCosts:
 
     def critical(self, context: int) -> int:
         """The most rows that still cost about what one row does."""
-        curve, best = self.milliseconds[context], 1
-        for rows, cost in sorted(curve.items()):
-            if cost > FLAT * curve[1]:
-                break
-            best = rows
-        return best
+        curve = self.milliseconds[context]
+        return max(rows for rows, cost in curve.items() if cost <= FLAT * curve[1])
 
     def as_dict(self) -> dict[str, Any]:
         found = {
