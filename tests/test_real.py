@@ -172,12 +172,38 @@ def test_mistakes_with_a_real_model(arguments: list[str], sentence: str) -> None
     assert len(shown.stderr.strip().splitlines()) == 1
 
 
+def python_blocks(page: str) -> list[str]:
+    text = (Path(__file__).parent.parent / page).read_text()
+    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert blocks
+    return blocks
+
+
+def test_examples_of_the_docs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every Python block of docs/generation.md runs, with what it takes for granted."""
+    from lookfar.compat import lade
+    from lookfar.demo import demo_model
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("USE_LADE", raising=False)
+    lm = lookfar.load("demo", device="cpu")
+    session: dict[str, object] = {
+        "lookfar": lookfar,
+        "model": lm.model,
+        "tokenizer": lm.tokenizer,
+        "path": demo_model(),
+    }
+    session["inputs"] = lm.tokenizer("One, two,", return_tensors="pt")  # type: ignore[misc]
+    try:
+        for block in python_blocks("docs/generation.md"):
+            exec(compile(block.replace("=256", "=12").replace("=64", "=12"), "generation.md", "exec"), session)
+    finally:
+        lade.restore_all()
+
+
 def test_readme_examples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every Python block of the README runs, in order, in one session."""
     monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parent.parent / "README.md").read_text()
-    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
-    assert blocks
     session: dict[str, object] = {}
-    for block in blocks:
+    for block in python_blocks("README.md"):
         exec(compile(block, "README.md", "exec"), session)

@@ -200,7 +200,7 @@ def chi_square(counts: list[int], probabilities: list[float], draws: int) -> tup
 def test_the_distribution_is_the_models_own() -> None:
     """Without a word about seeds: pairs of tokens come as often as the model says, while guesses are accepted."""
     model = tiny_model("llama", vocab_size=12)
-    lm = LM(model, max_batch=64)
+    lm = LM(model, max_batch=64, budget=8)
     prompt = [3, 4, 5]
 
     def after(text: list[int]) -> torch.Tensor:

@@ -101,7 +101,7 @@ class CapturedStep(PackedStep):
         """Wait for the device, and read what came back."""
         if self.on_gpu:
             torch.cuda.current_stream(self.device.device).synchronize()
-        back, all_logits = self.back.numpy(), self.logits
+        back, all_logits = self.back.numpy().copy(), self.logits  # the next step writes over what came back
         starts = list(accumulate(plan.lengths, initial=0))
         of_each = [back[start : start + length] for start, length in zip(starts, plan.lengths, strict=False)]
 
