@@ -21,11 +21,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from prompts import generate, read_prompts
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookfar
+from lookfar.bench.steps import random_model
 from lookfar.cache import SlotCache
 from lookfar.choose import first_difference, margin_after
+from lookfar.costs import tree_plan
 from lookfar.gpu import table
 from lookfar.gpu.attention import attend
 from lookfar.gpu.graphs import CapturedSteps
@@ -33,19 +34,8 @@ from lookfar.lm import Completion
 from lookfar.masks import LayerKind, StepMasks
 from lookfar.model import BoundModel
 from lookfar.stats import add_up, is_natural
-from lookfar.tree import Plan, SequencePlan, TokenTree
+from lookfar.tree import Plan
 
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
 options: argparse.Namespace
 results: list[dict[str, Any]] = []
 
@@ -68,11 +58,7 @@ def prompts(lm: lookfar.LM, each: int) -> list[list[int]]:
 
 
 def plan_of(rows: int, context: int) -> Plan:
-    """A step in which every node has two children."""
-    places = np.arange(rows - 1, dtype=np.int32)
-    depths = np.log2(places + 2).astype(np.int32)
-    tree = TokenTree(places, (places - 2) // 2, depths, places, places.astype(np.float32), places)
-    return Plan([SequencePlan(np.zeros(1, np.int64), context, tree=tree)])
+    return tree_plan(rows, context, vocab_size=1000)
 
 
 def device_ms(run: Callable[[], Any], times: int = 30) -> float:
@@ -90,11 +76,8 @@ def device_ms(run: Callable[[], Any], times: int = 30) -> float:
 
 def steps() -> None:
     """A random model of Llama-3-8B's shape: milliseconds of a step, all in, and of the device alone."""
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(LlamaConfig(**LLAMA_8B)).eval()
-    torch.set_default_dtype(torch.float32)
-    bound, cache = BoundModel(model), SlotCache(1, 4096)
+    bound = BoundModel(random_model("llama-3-8b", torch.device("cuda"), torch.bfloat16))
+    cache = SlotCache(1, 4096)
     for compiled in (True, False):
         runner = CapturedSteps(bound, compile=compiled)
         assert not runner.why_not()

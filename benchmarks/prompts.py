@@ -10,19 +10,12 @@ from typing import Any
 import torch
 
 import lookfar
+from lookfar.bench import suites
 
 
 def read_prompts(lm: lookfar.LM, path: Path, limit: int) -> list[list[int]]:
-    """The first prompts of a file with `format: chat | completion` and `turns` or `prompt`."""
-    prompts = []
-    for line in path.read_text().splitlines()[:limit]:
-        item = json.loads(line)
-        if item["format"] == "chat":
-            content = item["turns"][0] if "turns" in item else item["prompt"]
-            prompts.append(lm.chat_ids([{"role": "user", "content": content}]))
-        else:
-            prompts.append(lm.encode(item["prompt"]))
-    return prompts
+    """The token ids of the first prompts of a file."""
+    return [prompt.ids(lm) for prompt in suites.read_prompts(path, limit)]
 
 
 def generate(lm: lookfar.LM, prompt: list[int], new: int, seed: int = 0, **arguments: Any) -> tuple[list[int], float]:

@@ -20,7 +20,6 @@ from lookfar.errors import CapacityError, ConfigError, LookfarWarning, ModelErro
 from lookfar.gpu import steps_for
 from lookfar.gpu.graphs import FIXED_ROWS, CapturedSteps
 from lookfar.gpu.memory import GIB, cache_size
-from lookfar.memory import Memory
 from lookfar.model import BoundModel
 from lookfar.sequence import Request
 from lookfar.tree import Plan
@@ -236,4 +235,3 @@ def test_copies_and_saved_models_know_nothing_of_it(tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).to(model.device)
     assert reference(again, PROMPTS[0], NEW) == expected
-    assert Memory(lm.engine.model.vocab_size)

@@ -43,18 +43,20 @@ def measure_steps(steps: Steps, cache: SlotCache | None = None) -> CostCurve:
     model = steps.model
     context = min(CONTEXT, (model.support.max_positions or CONTEXT) // 2)
     cache = cache or SlotCache(1, MEASURED_CELLS)
-    root = np.zeros(1, dtype=np.int64)
 
     def step(rows: int) -> None:
-        places = np.arange(rows - 1, dtype=np.int32)
-        depths = np.log2(places + 2).astype(np.int32)  # two children a node
-        tree = TokenTree(
-            places % model.vocab_size, (places - 2) // 2, depths, places, places.astype(np.float32), places
-        )
-        steps.start(Plan([SequencePlan(root, context, tree=tree)]), cache, (), TOP)()
+        steps.start(tree_plan(rows, context, model.vocab_size), cache, (), TOP)()
 
     most = steps.room.rows or MEASURED[-1]
     return measure(step, [rows for rows in MEASURED if rows <= most], stepped=steps.room.packed)
+
+
+def tree_plan(rows: int, context: int, vocab_size: int) -> Plan:
+    """A step of so many rows after a context, in which every node has two children."""
+    places = np.arange(rows - 1, dtype=np.int32)
+    depths = np.log2(places + 2).astype(np.int32)
+    tree = TokenTree(places % vocab_size, (places - 2) // 2, depths, places, places.astype(np.float32), places)
+    return Plan([SequencePlan(np.zeros(1, np.int64), context, tree=tree)])
 
 
 def machine_and_model(steps: Steps) -> str:

@@ -31,3 +31,9 @@ class StoreError(LookfarError):
 
 class LookfarWarning(UserWarning):
     """Something works, but not as was asked."""
+
+
+def first_sentence(error: BaseException) -> str:
+    """The gist of somebody else's error message."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.split(". ")[0].rstrip(".:")

@@ -21,7 +21,7 @@ from transformers import (
 
 from lookfar.config import Budget, StrategySpec, check_budget, parse_strategy
 from lookfar.demo import demo_model
-from lookfar.errors import ConfigError, LookfarError, ModelError
+from lookfar.errors import ConfigError, LookfarError, ModelError, first_sentence
 from lookfar.lm import LM
 from lookfar.progress import bar
 from lookfar.support import causal_class
@@ -111,12 +111,6 @@ def read_config(name: str) -> tuple[PreTrainedConfig, str]:
             return AutoConfig.from_pretrained(where), where
     except Exception as error:
         raise ModelError(f"{name} is not a model that transformers can find: {first_sentence(error)}.") from error
-
-
-def first_sentence(error: BaseException) -> str:
-    """The gist of somebody else's error message."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text.split(". ")[0].rstrip(".:")
 
 
 @contextmanager

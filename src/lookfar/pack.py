@@ -6,8 +6,9 @@ one more copy of the weights, and eight rows cost about what one row costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import psutil
 import torch
@@ -45,16 +46,21 @@ class PackedLinears:
             known = self._packed[weight.data_ptr()] = weight._version, packed
         return known[1]
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self) -> AbstractContextManager[None]:
         """While the block runs, the layers compute with their packed weights; then the model is as it was."""
-        for layer, forward in zip(self.layers, self._forwards, strict=True):
-            layer.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            for layer in self.layers:
-                del layer.__dict__["forward"]
+        return forwards_replaced(self.layers, self._forwards)
+
+
+@contextmanager
+def forwards_replaced(layers: Seq[nn.Module], forwards: Seq[Callable[..., Any]]) -> Iterator[None]:
+    """While the block runs, each layer has another forward."""
+    for layer, forward in zip(layers, forwards, strict=True):
+        layer.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.__dict__["forward"]
 
 
 def pack_by_default(model: PreTrainedModel) -> bool:

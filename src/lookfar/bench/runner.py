@@ -72,7 +72,7 @@ def run_all(
         if results.settings != settings:
             changed = next(k for k in settings if results.settings.get(k) != settings[k])
             raise ConfigError(f"{out} was measured with another {changed}: give another file, or delete it.")
-    done = {run.key for run in results.runs}
+    done = {run.key: run for run in results.runs}
     calls = [
         (suite, batch, repeat, start)
         for suite, prompts in suites.items()
@@ -93,9 +93,9 @@ def run_all(
                         one.forget(lm)
                 turn = number % len(contestants)
                 for one in [*contestants[turn:], *contestants[:turn]]:
-                    blank = Run(suite, names, one.name, batch, repeat, [], 0.0, 0.0, [])
-                    if blank.key in done:
-                        remind(one, ids, next(run for run in results.runs if run.key == blank.key))
+                    key = suite, tuple(names), one.name, batch, repeat
+                    if key in done:
+                        remind(one, ids, done[key])
                     else:
                         if (one.name, batch) not in warm:
                             warm_up(lm, one, ids, max_new_tokens, sampling)

@@ -10,16 +10,15 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from lookfar.answers import Steps
 from lookfar.cache import SlotCache
+from lookfar.costs import tree_plan
 from lookfar.errors import CapacityError, ConfigError
 from lookfar.progress import bar
 from lookfar.successors import TOP
-from lookfar.tree import Plan, SequencePlan, TokenTree
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 512, 2048)
@@ -140,15 +139,7 @@ def measure_steps(steps: Steps, name: str, contexts: Seq[int] = CONTEXTS, rows: 
 
 
 def _step(steps: Steps, cache: SlotCache, rows: int, context: int) -> None:
-    steps.start(plan(rows, context), cache, (), TOP)()
-
-
-def plan(rows: int, context: int) -> Plan:
-    """A step in which every node has two children."""
-    places = np.arange(rows - 1, dtype=np.int32)
-    depths = np.log2(places + 2).astype(np.int32)
-    tree = TokenTree(places % 1000, (places - 2) // 2, depths, places, places.astype(np.float32), places)
-    return Plan([SequencePlan(np.zeros(1, np.int64), context, tree=tree)])
+    steps.start(tree_plan(rows, context, steps.model.vocab_size), cache, (), TOP)()
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

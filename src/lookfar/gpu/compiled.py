@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lookfar.demo import cache_dir
 from lookfar.errors import ConfigError
+from lookfar.pack import forwards_replaced
 
 RECOMPILES = 32  # kinds of layers and of steps that differ so much that they need code of their own
 
@@ -47,19 +47,9 @@ class CompiledLayers:
     def __call__(self, **arguments: Any) -> Any:
         """A forward of the whole model."""
         open_numbers = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=RECOMPILES)
-        with self._in_place(), open_numbers, warnings.catch_warnings():
+        with forwards_replaced(self.layers, self._forwards), open_numbers, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice about float32, for which exactness is the point
             return self.model(**arguments)
-
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        for layer, forward in zip(self.layers, self._forwards, strict=True):
-            layer.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            for layer in self.layers:
-                del layer.__dict__["forward"]
 
 
 def _number(layer: nn.Module) -> int | None:

@@ -12,7 +12,7 @@ import torch
 
 from lookfar.answers import Answers, EagerSteps, Room
 from lookfar.cache import SlotCache
-from lookfar.errors import CapacityError, ConfigError, LookfarWarning, ModelError
+from lookfar.errors import CapacityError, ConfigError, LookfarWarning, ModelError, first_sentence
 from lookfar.gpu.captured import CapturedStep
 from lookfar.gpu.compiled import CompiledLayers
 from lookfar.gpu.interface import NAME
@@ -165,10 +165,12 @@ class CapturedSteps:
                 self._drop()
                 return self._step_for(plan, cache, top)
             if self.exact:
-                raise ModelError(f"exact=True needs captured steps, which failed: {_gist(error)}.") from error
+                raise ModelError(
+                    f"exact=True needs captured steps, which failed: {first_sentence(error)[:200]}."
+                ) from error
             self._works, self.room = False, self.eager.room
             name = self.model.support.model_type
-            message = f"{name} runs without captured steps, which is slower: {_gist(error)}."
+            message = f"{name} runs without captured steps, which is slower: {first_sentence(error)[:200]}."
             warnings.warn(message, LookfarWarning, stacklevel=2)
             return None
 
@@ -201,7 +203,3 @@ def _end_captures(device: torch.device) -> None:
     if device.type == "cuda":
         with _on(device), suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
             torch.zeros(1, device=device)
-
-
-def _gist(error: Exception) -> str:
-    return " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200]
