@@ -67,7 +67,7 @@ HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # the interpreter k
         (torch.float32, 1, 2, (80, 80), [390], [5], {"chunk": 64}),
         (torch.float32, 71, 1, (16, 16), [300], [20], {}),  # more query heads than a tile has room for
         (torch.float32, 2, 1, (16, 16), [200], [80], {"window": 100}),  # more rows than the small chunks are for
-        (torch.float32, 2, 1, (16, 16), [120], [30], {}),  # rows of one tile whose far keys end at different places
+        (torch.float32, 2, 1, (16, 16), [124], [30], {}),  # rows of one tile whose far keys end at different places
         (torch.float32, 2, 1, (16, 16), [2900], [4], {"cells": 3000}),  # chunks of two sizes
         (torch.float32, 1, 1, (16, 16), [10_000], [2], {"cells": 10_100}),  # and of three
         (HALF, 4, 2, (64, 64), [300, 97, 5], [20, 31, 2], {"sinks": True}),
