@@ -27,7 +27,7 @@ from lookfar.bench.steps import random_model
 from lookfar.cache import SlotCache
 from lookfar.choose import first_difference, margin_after
 from lookfar.costs import tree_plan
-from lookfar.gpu import table
+from lookfar.gpu import captured, table
 from lookfar.gpu.attention import attend
 from lookfar.gpu.graphs import CapturedSteps
 from lookfar.lm import Completion
@@ -205,6 +205,33 @@ def speed() -> None:
             report("speed", mode="64 rows a step", host_microseconds=host, rows_per_step=total.rows_per_step)
 
 
+def sampled() -> None:
+    """Tokens per second of sampling, drawn in graphs and by the host."""
+    lm = demo(compile=True)
+    texts = prompts(lm, 4)
+    usual = captured.WORTH_IT
+    for how in (
+        {"temperature": 0.7, "top_k": 0},
+        {"temperature": 0.7, "top_k": 50},
+        {"temperature": 0.7, "top_p": 0.9},
+    ):
+        for strategy in ("none", "auto"):
+            seconds: dict[str, list[float]] = {"graphs": [], "host": []}
+            for turn in range(3):
+                for who in seconds:
+                    captured.WORTH_IT = usual if who == "graphs" else 1 << 30
+                    if who == "host" or turn == 0:
+                        for step in lm.engine.steps._steps.values():
+                            step._drawings.clear()
+                    done, _ = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **how)
+                    if who == "graphs":  # captures come first
+                        done, _ = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **how)
+                    seconds[who].append(1 / rate(done))
+            captured.WORTH_IT = usual
+            rates = {who: 1 / median(times) for who, times in seconds.items()}
+            report("sampled", how=how, strategy=strategy, **rates, ratio=rates["graphs"] / rates["host"])
+
+
 def parted(lm: lookfar.LM, what: str, texts: list[list[int]], one: list[Completion], other: list[Completion]) -> None:
     """How many outputs differ, and how close the two best logits were where they part."""
     margins, tokens = [], sum(len(done.token_ids) for done in one)
@@ -332,6 +359,7 @@ SECTIONS = {
     "attention": attention,
     "steps": steps,
     "speed": speed,
+    "sampled": sampled,
     "batches": batches,
     "exact": exact,
     "alone": alone_and_in_a_batch,

@@ -30,20 +30,24 @@ class Experiments:
         parser.add_argument("--model", default="demo")
         parser.add_argument("--device", default=None)
         parser.add_argument("--dtype", default="float32")
+        parser.add_argument("--compile", action="store_true", help="on a GPU: faster steps")
         parser.add_argument("--only", default=",".join(sections))
         parser.add_argument("--out", type=Path, default=Path("."), help="a directory for the JSON file and the plots")
         self.options = parser.parse_args()
         self.sections = sections
         self.lm = lookfar.load(
-            self.options.model, device=self.options.device, dtype=self.options.dtype, max_batch=1, strategy="auto"
+            self.options.model,
+            device=self.options.device,
+            dtype=self.options.dtype,
+            compile=self.options.compile,
+            max_batch=1,
+            strategy="auto",
         )
         self.rows: list[dict[str, Any]] = []
         self._plain: dict[str, list[list[int]]] = {}
 
     def run(self, name: str) -> None:
-        """Run the sections that were asked for and write what was found."""
-        for section in self.options.only.split(","):
-            self.sections[section](self)
+        """Run the sections that were asked for and write what was found; after each, lest it be lost."""
         on_gpu = self.lm.device.type == "cuda"
         record = {
             "machine": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
@@ -53,7 +57,9 @@ class Experiments:
             "max_new_tokens": self.options.max_new_tokens,
             "rows": self.rows,
         }
-        (self.options.out / f"{name}.json").write_text(json.dumps(record, indent=1))
+        for section in self.options.only.split(","):
+            self.sections[section](self)
+            (self.options.out / f"{name}.json").write_text(json.dumps(record, indent=1))
 
     def prompts(self, suite: str) -> list[Prompt]:
         return read_suite(suite, self.options.data, self.options.limit)

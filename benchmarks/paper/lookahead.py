@@ -2,8 +2,8 @@
 
     python benchmarks/paper/lookahead.py --data DIR --out docs/img
 
-Speed-up by suite; the ablation (prompt n-grams, window, guesses); sampling at T = 0 and 1; tokens per step against the
-window W for several n-gram lengths N, and the fit of the paper's law: with γ = N − 1 and b = W speculations,
+Speed-up by suite; the ablation (prompt n-grams, window, guesses); sampling at T = 0 and 1; tokens per step for windows
+W and n-gram lengths N, drawn over the rows of a step, and the fit of the paper's law: with γ = N − 1 and b = W speculations,
 E = (γ + 1) − Σ (1 − αⁱ)ᵇ over i = 1 … γ, and S = (f − 1 + E) ÷ f.
 """
 
@@ -69,22 +69,23 @@ def fit(points: list[tuple[int, int, float]]) -> tuple[float, float, float]:
 
 def scaling(found: Experiments) -> None:
     found.measure("scaling", "mt_bench", "none", method="plain")
-    points, lines = [], {}
+    points = []
+    measured: dict[str, list[tuple[float, float]]] = {}
     for ngram in NGRAMS:
-        line = []
         for window in WINDOWS:
             strategy = Lookahead(window, ngram, window, from_prompt=False)
             row = found.measure("scaling", "mt_bench", strategy, ngram=ngram, window=window)
             points.append((ngram, window, row["tokens_per_step"]))
-            line.append((float(window), row["tokens_per_step"]))
-        lines[f"N = {ngram}"] = line
+            measured.setdefault(f"N = {ngram}", []).append((row["rows_per_step"], row["tokens_per_step"]))
     alpha, f, error = fit(points)
     found.rows.append({"section": "law", "alpha": alpha, "f": f, "root_mean_square_error": error})
     print(f"α = {alpha:.3f}, f = {f:.2f}, error {error:.3f}")
-    for ngram in NGRAMS:
-        lines[f"law, N = {ngram}"] = [(float(w), law(alpha, f, ngram, w)) for w in WINDOWS]
-    title = f"Tokens per step by window; α = {alpha:.2f}, f = {f:.2f}"
-    found.plot("scaling", plots.lines(title, lines, "W = G", "S", log=True))
+    by_law = {
+        f"law, {name}": [(rows, law(alpha, f, ngram, window)) for (rows, _), window in zip(line, WINDOWS, strict=True)]
+        for (name, line), ngram in zip(measured.items(), NGRAMS, strict=True)
+    }
+    title = f"Tokens per step by rows, W = G of {', '.join(map(str, WINDOWS))}; α = {alpha:.2f}, f = {f:.2f}"
+    found.plot("scaling", plots.lines(title, measured | by_law, "rows of a step", "S", log=True))
 
 
 if __name__ == "__main__":

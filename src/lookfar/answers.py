@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answers:
-    """Without processors."""
+    """Without processors, except for what was drawn."""
 
     kept: Ints  # the answered rows of a sequence, ascending; the same ones for all
     choices: Seq[Ints]  # of each sequence, by row, -1 where the logits were not wanted
     logits: Callable[[int, Ints], torch.Tensor]  # of some rows of a sequence, [rows, vocabulary]
     top_ids: Seq[Int32s] | None = None  # of each sequence, [answered rows, k] best first
     top_logits: Seq[Floats] | None = None
+    drawn: Seq[Ints] = ()  # of each sequence, by row: sampled tokens, if the device drew them already
 
 
 @dataclass(frozen=True)

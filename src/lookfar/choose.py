@@ -12,6 +12,8 @@ from lookfar.arrays import Floats, Int32s, Ints
 from lookfar.errors import RequestError
 from lookfar.noise import Draws
 
+NO_TOKEN = -1  # drawn where the scores hold no number
+
 
 def greedy(logits: torch.Tensor) -> Ints:
     """The choice of every row, [batch, rows]; one copy from the device."""
@@ -46,12 +48,16 @@ def pick(scores: torch.Tensor, noise: torch.Tensor | None) -> Ints:
         best_tokens: Ints = scores.argmax(-1).cpu().numpy()
         return best_tokens
     chances, tokens = odds(scores, noise).max(-1)
-    drawn: Ints = tokens.masked_fill(chances.isnan(), -1).cpu().numpy()
-    if drawn.min() < 0:
+    drawn: Ints = tokens.masked_fill(chances.isnan(), NO_TOKEN).cpu().numpy()
+    check_drawn(drawn)
+    return drawn
+
+
+def check_drawn(tokens: Ints) -> None:
+    if tokens.min() < 0:
         raise RequestError(
             "The scores to sample from hold no number: a logits processor forbids every token, or the logits are NaN."
         )
-    return drawn
 
 
 def pick_all(processors: LogitsProcessorList | None, draws: Draws, places: Ints, logits: torch.Tensor) -> Ints:

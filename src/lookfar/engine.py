@@ -173,16 +173,20 @@ class Engine:
         top = (SAMPLED_TOP if sampled else TOP) if learning else 0
         answered = self.steps.start(plan, self.cache, group, top)
         self._catch_up()
+        for sequence in group:
+            if sequence.request.draws is not None and guess:
+                sequence.request.draws.prepare()
         answers = answered()
         arrived = perf_counter()
         walks = verify(plan, group, answers)
-        verified = perf_counter()
+        # Processors and draws that the host has to call for are the model's work, not ours.
+        chosen = arrived if answers.drawn or all(sequence.plain for sequence in group) else perf_counter()
         starts = [sequence.cached for sequence in group]
         kept = [self._advance(plan, i, sequence, walks[i], answers, guess) for i, sequence in enumerate(group)]
         ended = perf_counter()
         for i, (sequence, walk) in enumerate(zip(group, walks, strict=True)):
             self.cache.commit(first_slot + i, starts[i], kept[i])
-            sequence.stats.host_seconds += (planned - began + self.steps.launching + ended - verified) / len(group)
+            sequence.stats.host_seconds += (planned - began + self.steps.launching + ended - chosen) / len(group)
             if walk is not None:
                 done = Progress(sequence, plan.sequences[i], walk.tokens, walk.nodes, perf_counter() - began)
                 self._callers[first_slot + i].progress.append(done)
@@ -250,18 +254,19 @@ class Engine:
         sequence.cached += len(kept)
         if walk is not None:
             sequence.append(tokens, walk.finish_reason)
-            sequence.stats.count_step(rows, accepted)
-            if plan.guesses is not None:
-                self._later.append(partial(self._learn, plan, place, sequence, walk))
+            self._later.append(partial(self._learn, plan, place, sequence, walk))
+            if walk.finish_reason is not None:
+                self._catch_up()  # its statistics are read now
         if sequence.drafters and (guess or sequence.finish_reason is not None):
             self._tell(plan, place, sequence, before, tokens, accepted, answers)
         return kept
 
     def _learn(self, plan: Plan, place: int, sequence: Sequence, walk: Walk) -> None:
-        """Judge a step's guesses. The next step does not wait for it."""
-        assert plan.guesses is not None
-        plan.guesses.learn(place, walk.tokens)
-        self.memory.judge_riders(_brought_by_riders(sequence, plan.sequences[place], walk.nodes))
+        """Count a step and judge its guesses. The next step does not wait for it."""
+        sequence.stats.count_step(plan.sequences[place], walk.nodes)
+        if plan.guesses is not None:
+            plan.guesses.learn(place, walk.tokens)
+            self.memory.judge_riders(_brought_by_riders(sequence, plan.sequences[place], walk.nodes))
 
     def _catch_up(self) -> None:
         """Do what the last step left for the time in which the device works."""
@@ -366,9 +371,6 @@ def _predictions(plan: Plan, place: int, before: int, answers: Answers) -> Predi
     if answers.top_ids is None or answers.top_logits is None or first == last:
         return None
     tokens, behind = after_what(rows.chain, rows.tree.tokens, rows.tree.parents, before)
-    # The rows lie side by side among the kept ones, unless another sequence wants rows between.
-    where = np.searchsorted(answers.kept, (first, last - 1))
-    at: Any = slice(where[0], where[1] + 1)
-    if where[1] - where[0] != last - 1 - first:
-        at = np.searchsorted(answers.kept, np.arange(first, last))
+    everything = len(answers.kept) == plan.width
+    at: Any = slice(first, last) if everything else np.searchsorted(answers.kept, np.arange(first, last))
     return Predictions(behind[first:], tokens[first:], answers.top_ids[place][at], answers.top_logits[place][at])

@@ -56,7 +56,7 @@ CHILD, DRAFTED, OF_TOKEN, OF_PAIR, RANK = range(5)
 class Luck:
     """What is known of the noise to come."""
 
-    coming: Floats  # [rows, places modulo their number, vocabulary]
+    coming: Floats  # [rows, places modulo their number, vocabulary]; half as many as there is room for are known
     rows: Int32s  # [batch] the row of each sequence, -1 if nothing is known for it
     heads: Int32s  # [batch] the place of its next token
     heats: Floats  # [batch] its temperature
@@ -221,7 +221,7 @@ def grow(  # type: ignore[no-untyped-def]
         sort_drafts(order, spare, group, nodes, place, used, slate, count)
         drafted = count
         noise, depth, heat = unknown, nodes[place, DEEP], heats[b]
-        if lucky and luck_rows[b] >= 0 and depth < coming.shape[1]:
+        if lucky and luck_rows[b] >= 0 and depth < coming.shape[1] // 2:
             noise = coming[luck_rows[b], (heads[b] + depth) % coming.shape[1]]
         last, parent = nodes[place, TOKEN], nodes[place, PARENT]
         before = nodes[parent, TOKEN] if parent >= 0 else roots[b, 0]

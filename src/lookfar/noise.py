@@ -17,7 +17,7 @@ import torch
 from lookfar.arrays import Floats
 
 KEPT_BYTES = 256 << 20  # noise kept for sequences that lag behind; what is dropped can be drawn again
-AHEAD = 8  # places that guesses are ranked for
+AHEAD = 8  # places that guesses are ranked for; as many behind them are made ready while a GPU works
 AHEAD_BYTES = 64 << 20
 
 
@@ -33,7 +33,9 @@ class Noise:
         self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._heads = [0] * batch  # the place where each sequence is
         self.width = 0  # of the vocabulary, known when the first logits are
+        self.ahead = 0  # places that are looked at before they are there
         self.coming: Floats = np.zeros((batch, 0, 0), np.float32)  # [batch, places modulo their number, vocabulary]
+        self._buffer = torch.empty(0)  # the same
         self._copied = [0] * batch  # up to which place each sequence has its noise in `coming`
 
     def at(self, place: int, row: int, width: int) -> torch.Tensor:
@@ -48,16 +50,25 @@ class Noise:
             del self._kept[old]
 
     def look_ahead(self, row: int) -> None:
-        """Put the noise of a sequence's next places into `coming`."""
+        """See to it that the noise of a sequence's next places is in `coming`."""
         if not self.coming.shape[2]:
-            places = min(AHEAD, AHEAD_BYTES // (4 * self.batch * self.width))
-            self.coming = np.zeros((self.batch, places, self.width), np.float32)
-        places, head = self.coming.shape[1], self._heads[row]
-        new = range(max(self._copied[row], head), head + places)
-        if new:
-            where = [place % places for place in new]
-            self.coming[row, where] = torch.stack([self._draw(place)[row] for place in new]).cpu().numpy()
-        self._copied[row] = head + places
+            self.ahead = min(AHEAD, AHEAD_BYTES // (8 * self.batch * self.width))
+            shape, pinned = (self.batch, 2 * self.ahead, self.width), self.device.type == "cuda"
+            self._buffer = torch.zeros(shape, pin_memory=pinned)
+            self.coming = self._buffer.numpy()
+        self._copy(row, self._heads[row] + self.ahead)
+
+    def prepare(self, row: int) -> None:
+        """Begin to do so for the next steps. The device is waited for before those, so nothing has to be here."""
+        if self.ahead and self.device.type == "cuda":
+            self._copy(row, self._heads[row] + 2 * self.ahead, wait=False)
+
+    def _copy(self, row: int, end: int, wait: bool = True) -> None:
+        """Copy the noise of a sequence's places up to `end` to the host, as far as it is not there."""
+        for place in range(max(self._copied[row], self._heads[row]), end):
+            to = self._buffer[row, place % (2 * self.ahead)]
+            to.copy_(self._draw(place)[row], non_blocking=not wait)
+        self._copied[row] = max(self._copied[row], end)
 
     def settle(self, steps: int) -> None:
         """Leave the generator where plain decoding in so many steps would have left it."""
@@ -95,6 +106,9 @@ class Draws:
 
     def go_on(self, place: int) -> None:
         self.noise.go_on(self.row, place)
+
+    def prepare(self) -> None:
+        self.noise.prepare(self.row)
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -170,13 +170,13 @@ def _luck(sequences: Seq[Sequence]) -> Luck:
 
 def _limits(sequences: Seq[Sequence], chains: Seq[SequencePlan], room: Room) -> tuple[int, Int32s, float]:
     """The most candidates to take, the most for each sequence, and the least chance of one."""
-    extra = np.array([sequence.request.extra_rows for sequence in sequences], np.int32)
+    extra = [sequence.request.extra_rows for sequence in sequences]
     budgets = [sequence.request.budget for sequence in sequences]
-    left = int(extra.sum()) if room.rows is None else max(room.rows - sum(map(len, chains)), 0)
+    most = sum(extra) if room.rows is None else min(sum(extra), max(room.rows - sum(map(len, chains)), 0))
     if "auto" in budgets:
-        return min(int(extra.sum()), left), extra, WORTH_A_LOOK
-    numbers = zip(budgets, extra.tolist(), strict=True)
-    return min(sum(own if budget is None else int(budget) - 1 for budget, own in numbers), left), extra, 0.0
+        return most, np.array(extra, np.int32), WORTH_A_LOOK
+    asked = sum(own if budget is None else int(budget) - 1 for budget, own in zip(budgets, extra, strict=True))
+    return min(asked, most), np.array(extra, np.int32), 0.0
 
 
 def _afford(

@@ -7,7 +7,7 @@ sequences at once, which do not advance together here: there each sequence needs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -49,6 +49,17 @@ SECOND_FORWARD = (known.UnbatchedClassifierFreeGuidanceLogitsProcessor, known.Cl
 
 def history_free(processors: LogitsProcessorList | None) -> bool:
     return all(type(processor) in HISTORY_FREE for processor in processors or ())
+
+
+def fingerprint(processors: LogitsProcessorList | None) -> Hashable:
+    """What history-free processors do, as a key; None if plain numbers do not tell it."""
+    told = []
+    for processor in processors or ():
+        facts = vars(processor)
+        if not all(fact is None or isinstance(fact, (int, float)) for fact in facts.values()):
+            return None
+        told.append((type(processor), *sorted(facts.items())))
+    return tuple(told)
 
 
 def temperature_of(processors: LogitsProcessorList | None) -> float:

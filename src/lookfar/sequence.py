@@ -16,7 +16,7 @@ from lookfar.config import AUTO_ROWS, Budget, Strategy
 from lookfar.drafters.base import Drafter
 from lookfar.memory import Memory
 from lookfar.noise import Draws
-from lookfar.processors import history_free, temperature_of
+from lookfar.processors import fingerprint, history_free, temperature_of
 from lookfar.stats import Stats
 from lookfar.tree import SequencePlan
 
@@ -89,7 +89,10 @@ class Sequence:
         self.ids = list(request.prompt)
         self._seen = list(request.prompt if request.seen is None else request.seen)
         self.plain = not (request.processors or request.draws or request.keep_scores or request.keep_logits)
-        self.history_free = history_free(request.processors)
+        # Can the tokens after all rows of a step be drawn in one call?
+        kept = request.keep_scores or request.keep_logits
+        self.drawn_at_once = request.draws is not None and not kept and history_free(request.processors)
+        self.fingerprint = fingerprint(request.processors) if self.drawn_at_once else None
         self.temperature = temperature_of(request.processors)
         self.drafters = [d for strategy in request.strategies for d in strategy.start(request, self.memory)]
         self.stats = Stats(prompt_tokens=len(self.ids))
@@ -118,6 +121,10 @@ class Sequence:
     def chain(self, longest: int) -> Ints:
         """The next known tokens to feed; the last of all is the root."""
         return np.array(self.ids[self.cached : self.cached + longest], dtype=np.int64)
+
+    def places(self, rows: SequencePlan) -> Ints:
+        """The places of the output that the tokens after a step's root and nodes would take."""
+        return self.emitted + np.concatenate([[0], rows.tree.depths])
 
     def choose(self, tokens: list[int], logits: torch.Tensor) -> int:
         """The token after the text and `tokens`, given the logits there, [vocabulary]."""

@@ -29,7 +29,7 @@ class Stats:
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of those: whose keys and values were there already
     seconds: float = 0.0  # from the start of the request's prompt to its last token
-    host_seconds: float = 0.0  # of those: drafters, merge, plan and learning; in a batch, this request's share
+    host_seconds: float = 0.0  # of those: drafters, merge, plan, walk and learning; in a batch, this request's share
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
 
     @property

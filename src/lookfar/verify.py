@@ -9,7 +9,7 @@ import numpy as np
 
 from lookfar.answers import Answers
 from lookfar.arrays import Ints
-from lookfar.choose import pick_all
+from lookfar.choose import check_drawn, pick_all
 from lookfar.sequence import FinishReason, Sequence
 from lookfar.tree import ROOT, Plan, SequencePlan, TokenTree
 
@@ -82,10 +82,13 @@ def _draw_all(place: int, sequence: Sequence, rows: SequencePlan, answers: Answe
     On an accelerator one call for all rows is faster than several that each wait for the device; on a CPU it is the
     other way round, since most rows are never reached and sorting a vocabulary takes milliseconds.
     """
-    request = sequence.request
-    keeps = request.keep_scores or request.keep_logits
-    if request.draws is None or keeps or not sequence.history_free or request.draws.noise.device.type == "cpu":
+    draws = sequence.request.draws
+    if draws is None or not sequence.drawn_at_once or draws.noise.device.type == "cpu":
         return None
-    logits = answers.logits(place, np.arange(rows.root_row, rows.node_row(len(rows.tree))))
-    places = sequence.emitted + np.concatenate([[0], rows.tree.depths])
-    return pick_all(request.processors, request.draws, places, logits)
+    first, last = rows.root_row, rows.node_row(len(rows.tree))
+    if answers.drawn:
+        drawn = answers.drawn[place][first:last]
+        check_drawn(drawn)
+        return drawn
+    logits = answers.logits(place, np.arange(first, last))
+    return pick_all(sequence.request.processors, draws, sequence.places(rows), logits)

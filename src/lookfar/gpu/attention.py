@@ -323,13 +323,13 @@ def attend(
             query, keys, values, table, mixed, top, total, scale, softcap, *strides, rows, heads,
             PARTS=parts, TILE=tile, BLOCK=BLOCK, TILE_FIRST=TILE_FIRST, TILE_ROWS=TILE_ROWS,
             TILE_SLOT=TILE_SLOT, TILE_SEEN=TILE_SEEN, TILE_LOW=TILE_LOW, **shape,
-            num_warps=4, num_stages=2,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
     own_keys[(rows, kv_heads)](
         query, keys, values, table, mixed, top, total, sinks if sinks is not None else query, out, scale, softcap,
         *strides, rows, heads,
         GROUP_PAD=max(16, triton.next_power_of_2(group)), UNROLL=UNROLL, SINKS=sinks is not None,
         SLOT=SLOT, DIRECT=DIRECT, PATH=PATH, **shape,
-        num_warps=4, num_stages=1,
+        num_warps=2, num_stages=1,
     )  # fmt: skip
     return out

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
+from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import LogitsProcessorList
 
 from lookfar.answers import Answers
 from lookfar.arrays import Ints
@@ -20,7 +23,12 @@ from lookfar.model import BoundModel
 from lookfar.tree import Plan
 
 if TYPE_CHECKING:
+    from lookfar.gpu.drawing import Drawing
     from lookfar.gpu.graphs import CapturedSteps
+    from lookfar.sequence import Sequence
+
+WORTH_IT = 8  # times that tokens are drawn with some processors before that is captured too
+DRAWINGS = 8  # kept for one shape of step
 
 
 class CapturedStep(PackedStep):
@@ -32,6 +40,8 @@ class CapturedStep(PackedStep):
         self.logits = torch.empty(0)
         self.back = torch.empty(0)
         self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, Callable[[], None]]] = {}
+        self._asked: Counter[Hashable] = Counter()  # how often tokens were to be drawn, by top and processors
+        self._drawings: dict[Hashable, Drawing | None] = {}
 
     def fill(self, plan: Plan) -> bool:
         if not super().fill(plan):
@@ -71,7 +81,7 @@ class CapturedStep(PackedStep):
         return top in self._graphs or not self.on_gpu
 
     def capture(self, top: int, mover: Callable[[torch.Tensor], None], pool: Any) -> None:
-        """Run it twice with padding alone, for whatever is compiled or allocated once, and then for the graph."""
+        """Record a step of padding alone."""
         from lookfar.gpu.best import best
 
         self.clear()
@@ -85,25 +95,35 @@ class CapturedStep(PackedStep):
             back.copy_(best(logits, top), non_blocking=True)
             return logits
 
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may use the device
-            logits = step()
-        self._graphs[top] = logits, back, graph.replay
+        logits, replay = recorded(step, pool)
+        self._graphs[top] = logits, back, replay
 
-    def answers(self, plan: Plan, top: int) -> Answers:
+    def drawing(self, top: int, sequence: Sequence, pool: Any) -> Drawing | None:
+        """What draws tokens behind this step as a sequence wants them; made when that was asked for often enough."""
+        key = top, sequence.fingerprint
+        self._asked[key] += 1
+        if key not in self._drawings and self._asked[key] > WORTH_IT:
+            from lookfar.gpu.drawing import Drawing
+
+            if len(self._drawings) == DRAWINGS:  # forget the oldest, and that others were asked for
+                del self._drawings[next(iter(self._drawings))]
+                self._asked.clear()
+            self.steps.first_of_its_kind = True
+            processors = sequence.request.processors or LogitsProcessorList()
+            try:
+                self._drawings[key] = Drawing(self.logits, processors, pool)
+            except Exception:
+                self._drawings[key] = None  # it asks the host for something
+        return self._drawings.get(key)
+
+    def answers(self, plan: Plan, top: int, drawing: Drawing | None = None) -> Answers:
         """Wait for the device, and read what came back."""
         if self.on_gpu:
             torch.cuda.current_stream(self.device.device).synchronize()
         back, all_logits = self.back.numpy().copy(), self.logits  # the next step writes over what came back
         starts = list(accumulate(plan.lengths, initial=0))
-        of_each = [back[start : start + length] for start, length in zip(starts, plan.lengths, strict=False)]
+        each = [slice(start, start + length) for start, length in zip(starts, plan.lengths, strict=False)]
+        of_each = [back[rows] for rows in each]
 
         def logits(sequence: int, rows: Ints) -> torch.Tensor:
             start = starts[sequence]
@@ -115,4 +135,26 @@ class CapturedStep(PackedStep):
             logits,
             [own[:, 1 : 1 + top] for own in of_each] if top else None,
             [own[:, 1 + top :].view(np.float32) for own in of_each] if top else None,
+            [drawing.drawn.numpy()[rows].astype(np.int64) for rows in each] if drawing is not None else (),
         )
+
+
+def recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
+    """Run something twice, for whatever is compiled or allocated once, and then for its graph: result and replay."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may use the device
+            result = run()
+    except Exception:
+        # A capture that breaks off leaves the random generator waiting for its end; one that succeeds ends it.
+        with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device="cuda")
+        raise
+    return result, graph.replay

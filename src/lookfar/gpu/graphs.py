@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from lookfar.progress import bar
 from lookfar.tree import Plan
 
 if TYPE_CHECKING:
+    from lookfar.gpu.drawing import Drawing
     from lookfar.sequence import Sequence
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows; a step has the next of these, the rest is padding
@@ -129,7 +130,24 @@ class CapturedSteps:
             return self.eager.start(plan, cache, group, top)
         step.launch(top)
         self.launching = perf_counter() - began
-        return lambda: step.answers(plan, top)
+        drawing = self._drawing(step, plan, group, top) if step.on_gpu else None
+        if drawing is not None:
+            drawing.launch(plan, group)
+        return lambda: step.answers(plan, top, drawing)
+
+    def _drawing(self, step: CapturedStep, plan: Plan, group: Seq[Sequence], top: int) -> Drawing | None:
+        """What draws the sampled tokens of a step; None if there are none, or if they cannot be drawn all at once."""
+        drawn = [
+            sequence
+            for sequence, rows in zip(group, plan.sequences, strict=True)
+            if rows.complete and sequence.request.draws is not None
+        ]
+        kinds = {sequence.fingerprint for sequence in drawn}
+        here = all(s.request.draws is not None and s.request.draws.noise.device == self.model.device for s in drawn)
+        if len(kinds) != 1 or None in kinds or not here:
+            return None
+        with _on(self.model.device):
+            return step.drawing(top, drawn[0], self._pool)
 
     def _most(self, plan: Plan) -> int:
         """The most rows that such a step can have."""
@@ -154,7 +172,6 @@ class CapturedSteps:
             with _on(self.model.device):
                 return self._capture(cache, rows, min(batch, rows), top)
         except Exception as error:
-            _end_captures(self.model.device)
             if isinstance(error, torch.OutOfMemoryError) and self.experts is None:
                 raise CapacityError(
                     f"There is no memory to capture steps of {rows} rows: lower max_batch, max_length or prefill_rows."
@@ -196,10 +213,3 @@ class CapturedSteps:
 def _on(device: torch.device) -> AbstractContextManager[object]:
     """Kernels go to the current device, which need not be the model's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _end_captures(device: torch.device) -> None:
-    """A capture that was broken off leaves the random generator waiting for its end; one that succeeds ends it."""
-    if device.type == "cuda":
-        with _on(device), suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            torch.zeros(1, device=device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from lookfar.model import BoundModel
 from lookfar.tree import Plan
 
 Forward = Callable[..., Any]
+
+MANY_ROWS = 64  # from so many on cuBLASLt multiplies faster than cuBLAS
 
 
 class PackedCache(Cache):
@@ -89,7 +92,19 @@ class PackedStep:
     def forward(self, forward: Forward) -> torch.Tensor:
         """The logits of all rows, [rows, vocabulary]."""
         tokens, positions = self.inputs[TOKENS], self.inputs[POSITIONS]
-        return self.model.forward_packed(tokens[None], positions[None], self.tables, self.packed, forward)
+        with _multiplying(self.rows) if self.on_gpu else nullcontext():
+            return self.model.forward_packed(tokens[None], positions[None], self.tables, self.packed, forward)
+
+
+@contextmanager
+def _multiplying(rows: int) -> Iterator[None]:
+    """With the library that is faster for so many rows (measured on an H200, docs/benchmarks.md)."""
+    usual = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt" if rows >= MANY_ROWS else "cublas")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(usual)
 
 
 def _parts(block: torch.Tensor, shapes: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
