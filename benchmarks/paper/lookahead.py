@@ -3,8 +3,8 @@
     python benchmarks/paper/lookahead.py --data DIR --out docs/img
 
 Speed-up by suite; the ablation (prompt n-grams, window, guesses); sampling at T = 0 and 1; tokens per step for windows
-W and n-gram lengths N, drawn over the rows of a step, and the fit of the paper's law: with γ = N − 1 and b = W speculations,
-E = (γ + 1) − Σ (1 − αⁱ)ᵇ over i = 1 … γ, and S = (f − 1 + E) ÷ f.
+W and n-gram lengths N, drawn over the rows of a step, and the fit of the paper's law: with γ = N − 1 and b = W
+speculations, E = (γ + 1) − Σ (1 − αⁱ)ᵇ over i = 1 … γ, and S = (f − 1 + E) ÷ f.
 """
 
 from __future__ import annotations
