@@ -31,7 +31,6 @@ from lookfar.gpu.table import (
     TILE_SLOT,
 )
 
-BLOCK = 64  # keys taken at once
 CHUNK = 128  # keys of one program at the beginning of a text
 # The first 8 chunks are that small, so that short texts keep many programs busy, the next 28 are twice as large, and
 # all others eight times: sums over very many chunks would cost more than the keys.
@@ -295,14 +294,14 @@ def attend(
         query = query.contiguous()
     out = torch.empty(1, rows, heads, v_dim, dtype=query.dtype, device=query.device)
     # So many rows that all programs have work anyway need no small chunks, and would have large sums to keep.
-    chunk = CHUNK if rows <= 64 else 8 * CHUNK
+    chunk = CHUNK if rows < 64 else 2 * CHUNK if rows == 64 else 8 * CHUNK
     far = max((keys.shape[2] - 1) // NEAR - 1, 0) * NEAR  # of a row that sees all cells
     chunks = chunks_for(far, chunk)
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     mixed = torch.empty(max(chunks, 1), rows, heads, v_dim, **floats)
     top, total = torch.empty(2, max(chunks, 1), rows, heads, **floats)
     strides = (query.stride(1), query.stride(2), *keys.stride()[:3], *values.stride()[:3])
-    shape = {
+    shape: dict[str, Any] = {
         "K_DIM": k_dim,
         "V_DIM": v_dim,
         "K_PAD": max(16, triton.next_power_of_2(k_dim)),
@@ -315,21 +314,24 @@ def attend(
         "SEEN": SEEN,
         "LOW": LOW,
     }
+    # What fits into the registers: products in float32 take many, and so do keys and values of many bytes.
+    single = query.dtype == torch.float32
+    wide = max(shape["K_PAD"], shape["V_PAD"]) * query.element_size() > 256
     if chunks:
-        tile = 16 if min(TILE_SIZE, rows) * group <= 16 else 64  # query heads × rows taken at once
+        tile = 16 if single or min(TILE_SIZE, rows) * group <= 16 else 64  # query heads × rows taken at once
         parts = -(-min(TILE_SIZE, rows) * group // tile)
         tiles = table.shape[2] - rows
         shared_keys[(tiles * parts, kv_heads, chunks)](
             query, keys, values, table, mixed, top, total, scale, softcap, *strides, rows, heads,
-            PARTS=parts, TILE=tile, BLOCK=BLOCK, TILE_FIRST=TILE_FIRST, TILE_ROWS=TILE_ROWS,
+            PARTS=parts, TILE=tile, BLOCK=32 if wide else 64, TILE_FIRST=TILE_FIRST, TILE_ROWS=TILE_ROWS,
             TILE_SLOT=TILE_SLOT, TILE_SEEN=TILE_SEEN, TILE_LOW=TILE_LOW, **shape,
-            num_warps=4, num_stages=3,
+            num_warps=4, num_stages=2 if wide else 3,
         )  # fmt: skip
     own_keys[(rows, kv_heads)](
         query, keys, values, table, mixed, top, total, sinks if sinks is not None else query, out, scale, softcap,
         *strides, rows, heads,
         GROUP_PAD=max(16, triton.next_power_of_2(group)), UNROLL=UNROLL, SINKS=sinks is not None,
         SLOT=SLOT, DIRECT=DIRECT, PATH=PATH, **shape,
-        num_warps=2, num_stages=1,
+        num_warps=8 if wide else 4 if single else 2, num_stages=1,
     )  # fmt: skip
     return out

@@ -137,17 +137,17 @@ class CapturedSteps:
 
     def _drawing(self, step: CapturedStep, plan: Plan, group: Seq[Sequence], top: int) -> Drawing | None:
         """What draws the sampled tokens of a step; None if there are none, or if they cannot be drawn all at once."""
-        drawn = [
-            sequence
-            for sequence, rows in zip(group, plan.sequences, strict=True)
+        sampled = [
+            (sequence, sequence.request.draws.noise)
+            for sequence, rows in zip(group, plan.sequences, strict=False)
             if rows.complete and sequence.request.draws is not None
         ]
-        kinds = {sequence.fingerprint for sequence in drawn}
-        here = all(s.request.draws is not None and s.request.draws.noise.device == self.model.device for s in drawn)
-        if len(kinds) != 1 or None in kinds or not here:
+        if len({sequence.fingerprint for sequence, _ in sampled}) != 1 or sampled[0][0].fingerprint is None:
+            return None
+        if any(noise.device != self.model.device for _, noise in sampled):
             return None
         with _on(self.model.device):
-            return step.drawing(top, drawn[0], self._pool)
+            return step.drawing(top, sampled[0][0], self._pool)
 
     def _most(self, plan: Plan) -> int:
         """The most rows that such a step can have."""

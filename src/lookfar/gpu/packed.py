@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from lookfar.tree import Plan
 
 Forward = Callable[..., Any]
 
-MANY_ROWS = 64  # from so many on cuBLASLt multiplies faster than cuBLAS
+FASTER_WITH_LT = (32, 64)  # rows that cuBLASLt multiplies faster than cuBLAS
 
 
 class PackedCache(Cache):
@@ -99,12 +101,31 @@ class PackedStep:
 @contextmanager
 def _multiplying(rows: int) -> Iterator[None]:
     """With the library that is faster for so many rows (measured on an H200, docs/benchmarks.md)."""
+    _be_told()
     usual = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt" if rows >= MANY_ROWS else "cublas")
+    torch.backends.cuda.preferred_blas_library("cublaslt" if rows in FASTER_WITH_LT else "cublas")
     try:
         yield
     finally:
         torch.backends.cuda.preferred_blas_library(usual)
+
+
+@cache
+def _be_told() -> None:
+    """Torch says once that choosing a library is experimental, on standard error and past Python's warnings.
+
+    That would stand in the middle of somebody's output, so it is said where nobody listens.
+    """
+    usual = torch.backends.cuda.preferred_blas_library()
+    with suppress(OSError), open(os.devnull, "w") as nowhere:
+        stderr = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            torch.backends.cuda.preferred_blas_library(usual)
 
 
 def _parts(block: torch.Tensor, shapes: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
