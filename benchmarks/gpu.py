@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from prompts import generate, read_prompts
 
 import lookfar
@@ -37,11 +38,12 @@ from lookfar.stats import add_up, is_natural
 from lookfar.tree import Plan
 
 options: argparse.Namespace
-results: list[dict[str, Any]] = []
+results: dict[str, list[dict[str, Any]]] = {}  # of each section
+section = ""  # the one that runs
 
 
-def report(section: str, **values: Any) -> None:
-    results.append({"section": section, **values})
+def report(**values: Any) -> None:
+    results[section].append(values)
     options.out.write_text(json.dumps(results, indent=1))
     shown = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
     print(f"{section:10s}", " · ".join(shown), flush=True)
@@ -98,7 +100,6 @@ def steps() -> None:
                 step = runner._step_for(plan, cache, top)
                 assert step is not None
                 report(
-                    "steps",
                     mode=runner.name,
                     context=context,
                     rows=rows,
@@ -106,7 +107,7 @@ def steps() -> None:
                     device_ms=device_ms(step._graphs[top][2]),
                     seconds_to_capture=captured,
                 )
-            report("steps", mode=runner.name, context=context, rows_64_over_1=found[64] / found[1])
+            report(mode=runner.name, context=context, rows_64_over_1=found[64] / found[1])
         runner._drop()
 
 
@@ -144,7 +145,7 @@ def attention_of(heads: int, kv_heads: int, dim: int, context: int, rows: int) -
                 run()
         microseconds[name] = 1e3 * device_ms(graph.replay, 20) / 20
     ratio = microseconds["ours"] / microseconds["sdpa"]
-    report("attention", heads=f"{heads}/{kv_heads}x{dim}", context=context, rows=rows, **microseconds, ratio=ratio)
+    report(heads=f"{heads}/{kv_heads}x{dim}", context=context, rows=rows, **microseconds, ratio=ratio)
 
 
 def run_all(lm: lookfar.LM, texts: list[list[int]], new: int, **arguments: Any) -> tuple[list[Completion], float]:
@@ -166,7 +167,7 @@ def speed() -> None:
     for name, arguments in {"model.generate": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}}.items():
         generate(lm, texts[0], 8, do_sample=False, **arguments)
         runs = [generate(lm, text, 128, do_sample=False, **arguments) for text in (texts[0], texts[20])]
-        report("speed", mode=name, tokens_per_second=sum(len(t) for t, _ in runs) / sum(s for _, s in runs))
+        report(mode=name, tokens_per_second=sum(len(t) for t, _ in runs) / sum(s for _, s in runs))
     every, some = texts, texts[:4] + texts[20:24]
     for compiled, texts in ((True, every), (False, some)):
         lm = demo(compile=compiled)
@@ -179,7 +180,6 @@ def speed() -> None:
             total = add_up(one.stats for one in rounds[0][strategy])
             part = add_up(one.stats for one, is_one in zip(rounds[0][strategy], natural, strict=True) if is_one)
             report(
-                "speed",
                 mode=f"{mode} {strategy}",
                 tokens_per_second=median(rate(r[strategy]) for r in rounds),
                 natural_tokens_per_second=median(rate(r[strategy], natural) for r in rounds),
@@ -189,7 +189,6 @@ def speed() -> None:
                 host_microseconds=1e6 * total.host_seconds / total.steps,
             )
         report(
-            "speed",
             mode=f"{mode}, auto over none",
             all=median(rate(r["auto"]) / rate(r["none"]) for r in rounds),
             natural=median(rate(r["auto"], natural) / rate(r["none"], natural) for r in rounds),
@@ -202,7 +201,7 @@ def speed() -> None:
         if compiled:
             total = add_up(one.stats for one in run_all(lm, texts[::4], 256, budget=64)[0])
             host = 1e6 * total.host_seconds / total.steps
-            report("speed", mode="64 rows a step", host_microseconds=host, rows_per_step=total.rows_per_step)
+            report(mode="64 rows a step", host_microseconds=host, rows_per_step=total.rows_per_step)
 
 
 def sampled() -> None:
@@ -229,7 +228,7 @@ def sampled() -> None:
                     seconds[who].append(1 / rate(done))
             captured.WORTH_IT = usual
             rates = {who: 1 / median(times) for who, times in seconds.items()}
-            report("sampled", how=how, strategy=strategy, **rates, ratio=rates["graphs"] / rates["host"])
+            report(how=how, strategy=strategy, **rates, ratio=rates["graphs"] / rates["host"])
 
 
 def parted(lm: lookfar.LM, what: str, texts: list[list[int]], one: list[Completion], other: list[Completion]) -> None:
@@ -240,7 +239,6 @@ def parted(lm: lookfar.LM, what: str, texts: list[list[int]], one: list[Completi
         if at is not None:
             margins.append(margin_after(lm.model, text + a.token_ids[:at]))
     report(
-        "parted",
         what=what,
         outputs=len(one),
         differ=len(margins),
@@ -268,7 +266,6 @@ def alone_and_in_a_batch() -> None:
                 differ += 1
                 margins.append(margin_after(lm.model, text + single[:at]))
     report(
-        "parted",
         what="model.generate alone / in batches of 8",
         outputs=len(texts),
         differ=differ,
@@ -284,20 +281,19 @@ def batches() -> None:
         lm = demo(max_batch=size, compile=True)
         texts = prompts(lm, 48)[: 3 * 32]
         ratios, rates = [], []
-        for turn in range(3):
+        for turn in range(7):
             seconds = {}
             for strategy in ("none", "auto"):
                 lm.forget()
                 began = perf_counter()
                 done = lm.generate(texts, max_new_tokens=128, strategy=strategy)
                 seconds[strategy] = (perf_counter() - began) / sum(len(one.token_ids) for one in done)
-            if turn:  # the first one captures
+            if turn > 2:  # the first ones capture
                 ratios.append(seconds["none"] / seconds["auto"])
                 rates.append((1 / seconds["none"], 1 / seconds["auto"]))
         total = add_up(one.stats for one in done)
         none, auto = (median(column) for column in zip(*rates, strict=True))
         report(
-            "batches",
             batch=size,
             none_tokens_per_second=none,
             auto_tokens_per_second=auto,
@@ -328,7 +324,7 @@ def exact() -> None:
         none[:24] + none[50:74],
         together,
     )
-    report("exact", auto=rate(normal), auto_exact=rate(auto), none_exact=rate(none), cost=rate(normal) / rate(auto) - 1)
+    report(auto=rate(normal), auto_exact=rate(auto), none_exact=rate(none), cost=rate(normal) / rate(auto) - 1)
 
 
 def same_as_generate() -> None:
@@ -347,14 +343,19 @@ def same_as_generate() -> None:
                 seeded = {"seed": seed} if arguments else {}
                 done = lm.generate(text, max_new_tokens=new, strategy=strategy, **seeded, **arguments)
                 wrong += done.token_ids != expected
-        report("float32", what=name, outputs=2 * len(texts), differ=wrong)
+        report(what=name, outputs=2 * len(texts), differ=wrong)
     expected_all = [generate(lm, text, new)[0] for text in texts]
     together = lm.generate(texts, max_new_tokens=new)
     differ = sum(a.token_ids != b for a, b in zip(together, expected_all, strict=True))
-    report("float32", what="greedy, batches of 4", outputs=len(texts), differ=differ)
+    report(what="greedy, batches of 4", outputs=len(texts), differ=differ)
+
+
+def machine() -> None:
+    report(gpu=torch.cuda.get_device_name(), torch=torch.__version__, transformers=transformers.__version__)
 
 
 SECTIONS = {
+    "machine": machine,
     "float32": same_as_generate,
     "attention": attention,
     "steps": steps,
@@ -367,21 +368,22 @@ SECTIONS = {
 
 
 def main() -> None:
-    global options
+    global options, section
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--only", default=",".join(list(SECTIONS)[1:]))
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     options = parser.parse_args()
-    report("machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__)
-    for name in options.only.split(","):
-        began = perf_counter()
+    if options.out.exists():  # the other sections stay as they are
+        results.update(json.loads(options.out.read_text()))
+    for section in ("machine", *options.only.split(",")):
+        began, results[section] = perf_counter(), []
         try:
-            SECTIONS[name]()
+            SECTIONS[section]()
         except Exception:  # the other sections still count
             traceback.print_exc()
         torch.cuda.empty_cache()
-        print(f"{name} took {perf_counter() - began:.0f} s", flush=True)
+        print(f"{section} took {perf_counter() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

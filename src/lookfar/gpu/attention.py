@@ -269,12 +269,12 @@ def own_keys(  # type: ignore[no-untyped-def]
 
 def chunks_for(keys: int, chunk: int) -> int:
     """How many chunks so many keys make."""
-    small, middle = 8 * chunk, 56 * chunk
+    small, middle = SMALL.value * chunk, MIDDLE.value * 2 * chunk
     if keys <= small:
         return -(-keys // chunk)
     if keys <= small + middle:
-        return 8 + -(-(keys - small) // (2 * chunk))
-    return 36 + -(-(keys - small - middle) // (8 * chunk))
+        return int(SMALL.value) - (small - keys) // (2 * chunk)
+    return int(SMALL.value + MIDDLE.value) - (small + middle - keys) // (8 * chunk)
 
 
 def attend(

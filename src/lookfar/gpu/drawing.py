@@ -59,11 +59,11 @@ class Drawing:
         self.drawn = torch.zeros(rows, dtype=torch.int32, pin_memory=True)
         self._addresses = torch.zeros(rows, dtype=torch.int64, pin_memory=True)  # of each row's noise; 0: none
         self._noise: list[torch.Tensor] = []  # must not go before the tokens are drawn
-        on_device = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+        self._on_device = torch.zeros(rows, dtype=torch.int64, device=logits.device)
 
         def run() -> None:
-            on_device.copy_(self._addresses, non_blocking=True)
-            self.drawn.copy_(draw(logits, processors, on_device), non_blocking=True)
+            self._on_device.copy_(self._addresses, non_blocking=True)
+            self.drawn.copy_(draw(logits, processors, self._on_device), non_blocking=True)
 
         _, self._replay = recorded(run, pool)
 
