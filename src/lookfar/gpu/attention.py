@@ -34,7 +34,7 @@ from lookfar.gpu.table import (
 CHUNK = 128  # keys of one program at the beginning of a text
 # The first 8 chunks are that small, so that short texts keep many programs busy, the next 28 are twice as large, and
 # all others eight times: sums over very many chunks would cost more than the keys.
-SMALL, MIDDLE = tl.constexpr(8), tl.constexpr(28)
+SMALL, MIDDLE = tl.constexpr(16), tl.constexpr(24)
 UNROLL = 4  # chunks fetched at once
 
 
