@@ -166,7 +166,10 @@ class Engine:
         group, first_slot = self._next_group()
         pace = self._pace_of(group)
         guess = pace is None or pace.guess_next(self._plain_rate(group))
-        plan = plan_step(group, first_slot, self.prefill_rows, self.memory, self.costs, self.steps.room, guess)
+        overhead = pace.overhead if pace is not None else 0.0
+        plan = plan_step(
+            group, first_slot, self.prefill_rows, self.memory, self.costs, self.steps.room, guess, overhead
+        )
         planned = perf_counter()
         sampled = any(sequence.request.draws is not None for sequence in group)
         learning = guess and any(sequence.wants_predictions for sequence in group)
@@ -183,10 +186,10 @@ class Engine:
         chosen = arrived if answers.drawn or all(sequence.plain for sequence in group) else perf_counter()
         starts = [sequence.cached for sequence in group]
         kept = [self._advance(plan, i, sequence, walks[i], answers, guess) for i, sequence in enumerate(group)]
-        ended = perf_counter()
+        host = planned - began + perf_counter() - chosen
         for i, (sequence, walk) in enumerate(zip(group, walks, strict=True)):
             self.cache.commit(first_slot + i, starts[i], kept[i])
-            sequence.stats.host_seconds += (planned - began + self.steps.launching + ended - chosen) / len(group)
+            sequence.stats.host_seconds += (host + self.steps.launching) / len(group)
             if walk is not None:
                 done = Progress(sequence, plan.sequences[i], walk.tokens, walk.nodes, perf_counter() - began)
                 self._callers[first_slot + i].progress.append(done)
@@ -196,13 +199,17 @@ class Engine:
         if self.costs is not None and all(len(rows.chain) == 1 for rows in plan.sequences):
             self._later.append(partial(self.costs.refine, self.steps.fed(plan), arrived - planned))
         if pace is not None:
-            pace.learn(guess, sum(len(walk.tokens) for walk in walks if walk), perf_counter() - began)
+            pace.learn(guess, sum(len(walk.tokens) for walk in walks if walk), perf_counter() - began, host)
 
     def _pace_of(self, group: list[Sequence]) -> Pace | None:
         """Whether to guess is asked for steps that decode with an automatic budget."""
         automatic = all(sequence.request.budget == "auto" and sequence.uncached == 1 for sequence in group)
-        size = (len(group) - 1).bit_length()
-        return self._paces.setdefault(size, Pace()) if automatic and self.costs is not None else None
+        if not automatic or self.costs is None:
+            return None
+        size = 1 << (len(group) - 1).bit_length()
+        if size not in self._paces:
+            self._paces[size] = Pace(size)
+        return self._paces[size]
 
     def _plain_rate(self, group: list[Sequence]) -> float:
         assert self.costs is not None

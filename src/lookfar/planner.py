@@ -51,8 +51,12 @@ def plan_step(
     costs: CostCurve | None = None,
     room: Room = ANY_ROOM,
     guess: bool = True,
+    overhead: float = 0.0,
 ) -> Plan:
-    """Plan the next forward of sequences in neighbouring slots."""
+    """Plan the next forward of sequences in neighbouring slots.
+
+    `overhead` is what a step with guesses takes besides the forward, in seconds: rows have to pay for it only once.
+    """
     chains = [plan_chain(sequence, prefill_rows, room.fixed) for sequence in sequences]
     if not guess or not any(sequence.drafters for sequence in sequences):
         return Plan(chains, first_slot)
@@ -62,7 +66,7 @@ def plan_step(
     limits = _limits(sequences, chains, room)
     guesses = _grow(sequences, proposals, memory, limits, room)
     riders = [tuple(proposal.riders for proposal in of_one) for of_one in proposals]
-    count, riding = _afford(sequences, chains, riders, guesses.forest, costs, memory, limits, room)
+    count, riding = _afford(sequences, chains, riders, guesses.forest, costs, memory, limits, room, overhead)
     trees = _trees(guesses, count, len(sequences))
     plans = [
         SequencePlan(
@@ -188,6 +192,7 @@ def _afford(
     memory: Memory,
     limits: tuple[int, Int32s, float],
     shape: Room,
+    overhead: float,
 ) -> tuple[int, bool]:
     """How many candidates to feed, best first, and whether the riders come along."""
     budgets = {sequence.request.budget for sequence in sequences}
@@ -203,7 +208,7 @@ def _afford(
     if "auto" in budgets:
         assert costs is not None
         fixed = np.array([len(chain) for chain in chains], dtype=np.int32)
-        table = costs.table(int(len(sequences) * (fixed + room).max()))
+        table = costs.table(int(len(sequences) * (fixed + room).max())) + np.float32(overhead / costs.drift)
         count, rate = best_count(scores, owners, fixed, table, 0.0, shape.packed)
         if not bonus or beside_riders < 0:
             return count, False

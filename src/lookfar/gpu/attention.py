@@ -32,8 +32,8 @@ from lookfar.gpu.table import (
 )
 
 CHUNK = 128  # keys of one program at the beginning of a text
-# The first 8 chunks are that small, so that short texts keep many programs busy, the next 28 are twice as large, and
-# all others eight times: sums over very many chunks would cost more than the keys.
+# The first chunks are that small, so that short texts keep many programs busy, the next ones twice as large, and all
+# others eight times: sums over very many chunks would cost more than the keys.
 SMALL, MIDDLE = tl.constexpr(16), tl.constexpr(24)
 UNROLL = 4  # chunks fetched at once
 
@@ -269,12 +269,13 @@ def own_keys(  # type: ignore[no-untyped-def]
 
 def chunks_for(keys: int, chunk: int) -> int:
     """How many chunks so many keys make."""
-    small, middle = SMALL.value * chunk, MIDDLE.value * 2 * chunk
+    first, second = int(SMALL.value), int(MIDDLE.value)
+    small, middle = first * chunk, second * 2 * chunk
     if keys <= small:
         return -(-keys // chunk)
     if keys <= small + middle:
-        return int(SMALL.value) - (small - keys) // (2 * chunk)
-    return int(SMALL.value + MIDDLE.value) - (small + middle - keys) // (8 * chunk)
+        return first - (small - keys) // (2 * chunk)
+    return first + second - (small + middle - keys) // (8 * chunk)
 
 
 def attend(
