@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,6 +12,8 @@ from lookfar.bench.drawings import every
 from lookfar.cli.manual import manual
 
 DOCS = Path(__file__).parent.parent / "docs"
+sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+import tables  # noqa: E402
 
 
 def test_the_manual_names_every_option() -> None:
@@ -23,6 +26,20 @@ def test_drawings(name: str) -> None:
     ElementTree.fromstring(drawing)
     assert (DOCS / "img" / name).read_text() == drawing, "run python -m lookfar.bench.drawings docs/img"
     assert f"img/{name}" in (DOCS / "how-it-works.md").read_text()
+
+
+def test_tables_are_those_of_the_result_files() -> None:
+    page = (DOCS / "benchmarks.md").read_text()
+    assert page == tables.rendered(page), "run python benchmarks/tables.py"
+    assert all(f"<!-- table: {name} -->\n|" in page for name in tables.TABLES)
+
+
+@pytest.mark.parametrize("name", sorted(tables.PLOTS))
+def test_plots_are_those_of_the_result_files(name: str) -> None:
+    drawing = tables.PLOTS[name]()
+    ElementTree.fromstring(drawing)
+    assert (DOCS / "img" / name).read_text() == drawing + "\n", "run python benchmarks/tables.py"
+    assert f"img/{name}" in (DOCS / "benchmarks.md").read_text()
 
 
 def test_links_between_pages_lead_somewhere() -> None:

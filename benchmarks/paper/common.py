@@ -1,4 +1,4 @@
-"""What both papers' experiments share: decode some prompts, count, write one JSON file and the plots."""
+"""What both papers' experiments share: decode some prompts, count, write one JSON file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Experiments:
         parser.add_argument("--dtype", default="float32")
         parser.add_argument("--compile", action="store_true", help="on a GPU: faster steps")
         parser.add_argument("--only", default=",".join(sections))
-        parser.add_argument("--out", type=Path, default=Path("."), help="a directory for the JSON file and the plots")
+        parser.add_argument("--out", type=Path, default=Path("."), help="a directory for the JSON file")
         self.options = parser.parse_args()
         self.sections = sections
         self.lm = lookfar.load(
@@ -111,6 +111,3 @@ class Experiments:
         self.rows.append(row)
         print(" · ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
         return row
-
-    def plot(self, name: str, drawing: str) -> None:
-        (self.options.out / f"{name}.svg").write_text(drawing + "\n")

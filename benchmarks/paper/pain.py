@@ -1,6 +1,6 @@
 """The experiments of Lookahead / PAIN (Zhao et al. 2024) with this implementation.
 
-    python benchmarks/paper/pain.py --data DIR --out docs/img
+    python benchmarks/paper/pain.py --data DIR --out docs/results && python benchmarks/tables.py
 
 The grid of decoding and branch lengths; which branches are inserted, and pruning; single, parallel and hierarchical
 drafts; warm-up size against tokens per step; memory.
@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import Experiments
 
 from lookfar import Trie
-from lookfar.bench import plots
 from lookfar.store import Store
 
 LENGTHS, BRANCHES = (4, 8, 16, 32, 64), (4, 8, 16, 32)
@@ -25,17 +24,10 @@ WARM_UPS = (0, 10, 30, 100)
 
 def grid(found: Experiments) -> None:
     found.measure("grid", "gsm8k", "none", method="plain")
-    lines = {}
     for branch in BRANCHES:
-        line = []
         for length in LENGTHS:
             strategy = Trie(decoding_length=length, branch_length=branch)
-            row = found.measure("grid", "gsm8k", strategy, decoding_length=length, branch_length=branch)
-            line.append((float(length), row["tokens_per_step"]))
-        lines[f"branch {branch}"] = line
-    found.plot(
-        "grid", plots.lines("Tokens per step by decoding length (GSM8K)", lines, "decoding length", "S", log=True)
-    )
+            found.measure("grid", "gsm8k", strategy, decoding_length=length, branch_length=branch)
 
 
 def insertion(found: Experiments) -> None:
@@ -60,17 +52,12 @@ def warm_up(found: Experiments) -> None:
     found.measure("warm-up", "gsm8k", "none", method="plain")
     lines = (found.options.data / "gsm8k.jsonl").read_text().splitlines()[found.options.limit :]
     answers = [json.loads(line).get("reference") or "" for line in lines]
-    points = []
     for size in (size for size in WARM_UPS if size <= len(answers)):
         store = Store(found.lm.engine.model.vocab_size, found.lm.tokenizer)
         if size:
             store.learn(answers[:size])
         row = found.measure("warm-up", "gsm8k", Trie(), store, answers=size)
         row["store_bytes"] = store.nbytes
-        points.append((float(size), row["tokens_per_step"]))
-    found.plot(
-        "warm_up", plots.lines("Tokens per step by answers learned before (GSM8K)", {"trie": points}, "answers", "S")
-    )
 
 
 if __name__ == "__main__":

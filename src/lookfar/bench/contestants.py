@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lookfar.sequence import Sequence
 
 BASELINES = ("generate", "prompt_lookup", "assisted")  # of transformers
+UNKNOWN = 0  # rows of a step that it does not tell
 
 
 @dataclass
@@ -91,6 +92,8 @@ class Contestant:
         seconds = perf_counter() - began
         outputs = [cut(row, lm) for row in out[:, width:].tolist()]
         steps = clock.steps(began) if clock else [(seconds / max(map(len, outputs)), 1, 1)] * sum(map(len, outputs))
+        if self.arguments:  # it guesses, and does not tell how much
+            steps = [(took, UNKNOWN, tokens) for took, _, tokens in steps]
         first = steps[0][0] if steps else seconds
         return Run("", [], self.name, len(prompts), 0, outputs, seconds, first, steps)
 

@@ -78,7 +78,7 @@ def cells(line: Line) -> list[str]:
         times(line.over_plain_natural),
         f"{line.tokens_per_step:.2f}",
         f"{line.tokens_per_step_natural:.2f}" if line.tokens_per_step_natural is not None else "–",
-        f"{line.rows_per_step:.1f}",
+        f"{line.rows_per_step:.1f}" if line.rows_per_step is not None else "–",
         f"{1e3 * line.first_token:.0f} ms",
         f"{1e3 * line.latency_p50:.1f}",
         f"{1e3 * line.latency_p95:.1f}",
@@ -91,8 +91,7 @@ def brief(line: Line) -> list[str]:
     """What fits on a terminal; natural outputs in brackets."""
     whole = dict(zip(HEADINGS, cells(line), strict=True))
     return [
-        f"{line.suite}{f' ×{line.batch}' if line.batch > 1 else ''}",
-        line.contestant,
+        f"  {line.contestant}",
         whole["tokens/s"],
         whole["× generate"],
         f"{whole['× plain']} ({whole['× plain, natural'].rstrip('×')})",
@@ -102,7 +101,7 @@ def brief(line: Line) -> list[str]:
     ]
 
 
-BRIEF = ("suite", "contestant", "tok/s", "× generate", "× plain", "tokens/step", "rows", "same")
+BRIEF = ("", "tok/s", "× generate", "× plain", "tokens/step", "rows", "same")
 
 
 def _row(line: Line) -> str:

@@ -121,16 +121,21 @@ def lines(
     log: bool = False,
     dots: bool = True,
     mark: float | None = None,
+    beside: Seq[Seq[tuple[float, float]]] = (),
+    base: float = 0.0,
 ) -> str:
-    """Lines over a common axis; a vertical one at `mark`."""
-    points = [point for line in series.values() for point in line]
+    """Lines over a common axis, from `base` up; a vertical one at `mark`; dashed ones `beside` them in their colours."""
+    points = [point for line in (*series.values(), *beside) for point in line]
     if not points:
         return ""
     xs, highest = sorted({x for x, _ in points}), max(y for _, y in points)
-    chart = Chart(title, (xs[0], xs[-1]), (0, 1.08 * highest), x_name, y_name, log)
-    chart.x_ticks(xs if log and len(xs) <= 12 else ticks(xs[0], xs[-1]))
+    chart = Chart(title, (xs[0], xs[-1]), (base, base + 1.08 * (highest - base)), x_name, y_name, log)
+    powers = [2.0**i for i in range(math.ceil(math.log2(xs[0])), math.floor(math.log2(xs[-1])) + 1)] if log else []
+    chart.x_ticks(powers or ticks(xs[0], xs[-1]))
     for i, line in enumerate(series.values()):
         chart.line(line, colour_of(i), dots)
+    for i, line in enumerate(beside):
+        chart.line(line, colour_of(i), dots=False, dash="5 4")
     if mark is not None:
         at = chart.x(mark)
         chart.parts.append(

@@ -38,7 +38,7 @@ class Line:
     over_plain_natural: float | None
     tokens_per_step: float
     tokens_per_step_natural: float | None
-    rows_per_step: float
+    rows_per_step: float | None  # None where transformers does not tell
     acceptance: dict[str, float]  # source → share of its guesses that were accepted
     first_token: float
     latency_p50: float  # seconds a token: a step's time over its tokens
@@ -72,6 +72,7 @@ def _line(results: Results, suite: str, batch: int, contestant: str) -> Line:
     ]
     latencies = [seconds / tokens for run in runs for seconds, _, tokens in run.steps for _ in range(tokens)]
     p50, p95 = np.percentile(latencies, (50, 95)) if latencies else (0.0, 0.0)
+    rows = [rows for run in runs for _, rows, _ in run.steps]
     plain, generate = of("none"), of("hf generate")
     return Line(
         suite=suite,
@@ -85,7 +86,7 @@ def _line(results: Results, suite: str, batch: int, contestant: str) -> Line:
         over_plain_natural=_ratio(plain, both, natural),
         tokens_per_step=per_step(runs),
         tokens_per_step_natural=per_step(both) if both else None,
-        rows_per_step=sum(rows for run in runs for _, rows, _ in run.steps) / max(sum(len(r.steps) for r in runs), 1),
+        rows_per_step=sum(rows) / len(rows) if any(rows) else None,
         acceptance=acceptance(runs),
         first_token=median(run.first_token for run in runs),
         latency_p50=float(p50),

@@ -100,7 +100,11 @@ def bench(
     )
     table = Table(*BRIEF, box=None, header_style="bold")
     lines = measuring.summarize(results)
+    shown = None
     for line in lines:
+        if (line.suite, line.batch) != shown:
+            shown = line.suite, line.batch
+            table.add_row(f"[bold]{line.suite}[/]" + (f" in batches of {line.batch}" if line.batch > 1 else ""))
         table.add_row(*brief(line))
     console = Console(highlight=False)
     console.print(table)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows; a step has the next of these, the rest is padding
 BUCKET_OF = [next(size for size in BUCKETS if size >= rows) for rows in range(BUCKETS[-1] + 1)]
 FIXED_ROWS = 64
+DRAWN_BYTES = 64 << 20  # of scores: what has more is drawn by the host, row by row as needed
 
 
 class CapturedSteps:
@@ -144,7 +145,8 @@ class CapturedSteps:
         ]
         if len({sequence.fingerprint for sequence, _ in sampled}) != 1 or sampled[0][0].fingerprint is None:
             return None
-        if any(noise.device != self.model.device for _, noise in sampled):
+        elsewhere = any(noise.device != self.model.device for _, noise in sampled)
+        if elsewhere or 4 * step.rows * self.model.vocab_size > DRAWN_BYTES:
             return None
         with _on(self.model.device):
             return step.drawing(top, sampled[0][0], self._pool)

@@ -1,0 +1,310 @@
+"""The tables of docs/benchmarks.md and the plots in docs/img that come from the JSON files in docs/results.
+
+    python benchmarks/tables.py
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, and is written anew; a test sees to it that none is
+out of date. The files come from `benchmarks/gpu.py`, `benchmarks/paper/*.py` and `lookfar bench`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "paper"))
+from law import law
+
+from lookfar.bench import plots
+from lookfar.bench.page import cells, speed_ups
+from lookfar.bench.records import Results
+from lookfar.bench.summary import Line, summarize
+
+DOCS = Path(__file__).parent.parent / "docs"
+SUITES = {"mt_bench": "MT-bench", "humaneval": "HumanEval", "gsm8k": "GSM8K", "mbpp": "MBPP"}
+Rows = list[dict[str, Any]]
+
+
+def read(name: str) -> Any:
+    return json.loads((DOCS / "results" / f"{name}.json").read_text())
+
+
+def of(name: str, section: str) -> Rows:
+    """The rows of one of the papers' experiments; plain decoding, which is 1.00 by definition, is left out."""
+    rows: Rows = read(name)["rows"]
+    return [row for row in rows if row["section"] == section and row.get("method") != "plain"]
+
+
+def table(headings: Seq[str], rows: Iterable[Seq[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def both(row: dict[str, Any]) -> str:
+    """Tokens per step over all outputs and over natural ones."""
+    return f"{row['tokens_per_step']:.2f} / {row['natural']:.2f}"
+
+
+def number(value: float | None, form: str = ".2f", unit: str = "") -> str:
+    return "–" if value is None else f"{value:{form}}{unit}"
+
+
+def pair(row: dict[str, Any], name: str, form: str = ".2f") -> str:
+    """A figure over all outputs and over natural ones."""
+    return f"{number(row.get(name), form)} / {number(row.get(f'natural_{name}'), form)}"
+
+
+def gpu_speed() -> str:
+    return table(
+        ("", "tokens/s, all / natural", "tokens/step, all / natural", "rows/step", "host µs/step"),
+        (
+            (
+                row["mode"],
+                pair(row, "tokens_per_second", ",.0f"),
+                pair(row, "tokens_per_step"),
+                number(row.get("rows_per_step"), ".0f"),
+                number(row.get("host_microseconds"), ".0f"),
+            )
+            for row in read("gpu")["speed"]
+            if "tokens_per_second" in row or "host_microseconds" in row
+        ),
+    )
+
+
+def gpu_steps() -> str:
+    found = read("gpu")["steps"]
+    kinds = dict.fromkeys((row["mode"], row["context"]) for row in found)
+
+    def line(mode: str, context: int) -> list[str]:
+        mine = [row for row in found if (row["mode"], row["context"]) == (mode, context)]
+        ms = [f"{row['ms']:.2f} ({row['device_ms']:.2f})" for row in mine if "ms" in row]
+        return [f"{mode}, context {context:,}", *ms, number(mine[-1]["rows_64_over_1"])]
+
+    return table(("", "1 row", "16 rows", "64 rows", "64 ÷ 1"), (line(*kind) for kind in kinds))
+
+
+def gpu_attention() -> str:
+    return table(
+        ("heads", "context", "rows", "ours", "torch", "torch and repeating", "ours ÷ torch"),
+        (
+            (
+                row["heads"],
+                f"{row['context']:,}",
+                str(row["rows"]),
+                *(f"{row[who]:.1f}" for who in ("ours", "sdpa", "sdpa_and_repeat")),
+                f"{row['ratio']:.2f}",
+            )
+            for row in read("gpu")["attention"]
+        ),
+    )
+
+
+def gpu_exactness() -> str:
+    results = read("gpu")
+    rows = [{**row, "what": f"float32, ours and `generate`'s: {row['what']}"} for row in results["float32"]]
+    halves = [row for name in ("speed", "exact", "alone") for row in results.get(name, []) if "differ" in row]
+    rows += [{**row, "what": f"bfloat16, {row['what']}"} for row in halves]
+
+    def margins(row: dict[str, Any]) -> str:
+        if row.get("median_margin") is None:
+            return ""
+        return f"{row['median_margin']:.2f} / {row['largest_margin']:.2f}"
+
+    return table(
+        ("", "outputs", "differ", "in 10,000 tokens", "logits apart there, median / most"),
+        (
+            (
+                row["what"],
+                str(row["outputs"]),
+                str(row["differ"]),
+                number(row.get("per_10000_tokens"), ".0f"),
+                margins(row),
+            )
+            for row in rows
+        ),
+    )
+
+
+def lookahead_suites() -> str:
+    return table(
+        ("suite", "tokens/step, all / natural", "rows/step", "speed over plain", "identical"),
+        (
+            (
+                SUITES[row["suite"]],
+                both(row),
+                f"{row['rows_per_step']:.0f}",
+                number(row.get("speed_up"), ".2f", "×"),
+                f"{row['identical']}/{row['outputs']}",
+            )
+            for row in of("lookahead", "suites")
+        ),
+    )
+
+
+def lookahead_ablation() -> str:
+    return table(
+        ("MT-bench", "tokens/step, all / natural", "rows/step"),
+        ((row["method"], both(row), f"{row['rows_per_step']:.0f}") for row in of("lookahead", "ablation")),
+    )
+
+
+def lookahead_sampling() -> str:
+    rows = [{**row, "temperature": 0.0} for row in of("lookahead", "suites") if row["suite"] == "mt_bench"]
+    return table(
+        ("MT-bench, temperature", "tokens/step, all / natural", "identical"),
+        (
+            (f"{row['temperature']:g}", both(row), f"{row['identical']}/{row['outputs']}")
+            for row in rows + of("lookahead", "sampling")
+        ),
+    )
+
+
+def lookahead_scaling() -> str:
+    rows = of("lookahead", "scaling")
+    (fitted,) = of("lookahead", "law")
+    windows = list(dict.fromkeys(row["window"] for row in rows))
+
+    def line(ngram: int) -> list[str]:
+        mine = {row["window"]: row["tokens_per_step"] for row in rows if row["ngram"] == ngram}
+        by_law = {w: law(fitted["alpha"], fitted["f"], ngram, w) for w in windows}
+        return [f"N = {ngram}", *(f"{mine[w]:.2f} ({by_law[w]:.2f})" for w in windows)]
+
+    ngrams = dict.fromkeys(row["ngram"] for row in rows)
+    return table(("measured (law)", *(f"W = G = {w}" for w in windows)), map(line, ngrams))
+
+
+def pain_grid() -> str:
+    rows = of("pain", "grid")
+    lengths = list(dict.fromkeys(row["decoding_length"] for row in rows))
+    branches = list(dict.fromkeys(row["branch_length"] for row in rows))
+    found = {(row["decoding_length"], row["branch_length"]): row for row in rows}
+    return table(
+        ("GSM8K, tokens/step (rows)", *(f"decoding length {length}" for length in lengths)),
+        (
+            [f"branch length {branch}"]
+            + [
+                f"{found[length, branch]['tokens_per_step']:.2f} ({found[length, branch]['rows_per_step']:.0f})"
+                for length in lengths
+            ]
+            for branch in branches
+        ),
+    )
+
+
+def pain_trie() -> str:
+    def line(row: dict[str, Any]) -> list[str]:
+        what = {
+            "insertion": lambda: f"insert {row['source']}",
+            "pruning": lambda: f"at most {row['max_nodes']:,} nodes",
+            "shapes": lambda: f"{row['shape']} drafts",
+            "warm-up": lambda: f"{row['answers']} answers learned before",
+        }[row["section"]]()
+        taken = row.get("trie_bytes") or row.get("store_bytes")
+        return [
+            SUITES[row["suite"]],
+            what,
+            both(row),
+            f"{row['rows_per_step']:.0f}",
+            number(taken and taken / 2**10, ",.0f", " KiB"),
+        ]
+
+    sections = ("shapes", "insertion", "pruning", "warm-up")
+    return table(
+        ("suite", "", "tokens/step, all / natural", "rows/step", "memory"),
+        (line(row) for section in sections for row in of("pain", section)),
+    )
+
+
+def bench_lines() -> list[Line]:
+    return summarize(Results.load(DOCS / "results" / "bench.json"))
+
+
+def bench() -> str:
+    headings = ("suite", "", "tokens/s", "× `generate`", "× plain (natural)", "tokens/step (natural)", "identical")
+
+    def line(one: Line) -> list[str]:
+        whole = cells(one)
+        return [
+            SUITES.get(one.suite, one.suite),
+            one.contestant,
+            whole[3],
+            whole[4],
+            f"{whole[5]} ({whole[6]})",
+            f"{whole[7]} ({whole[8]})",
+            whole[14],
+        ]
+
+    return table(headings, map(line, bench_lines()))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "bench": bench,
+    "gpu-speed": gpu_speed,
+    "gpu-steps": gpu_steps,
+    "gpu-attention": gpu_attention,
+    "gpu-exactness": gpu_exactness,
+    "lookahead-suites": lookahead_suites,
+    "lookahead-ablation": lookahead_ablation,
+    "lookahead-sampling": lookahead_sampling,
+    "lookahead-scaling": lookahead_scaling,
+    "pain-grid": pain_grid,
+    "pain-trie": pain_trie,
+}
+
+
+def scaling_plot() -> str:
+    """Tokens per step over the logarithm of the rows, and what the fitted law says for the same windows."""
+    rows = of("lookahead", "scaling")
+    (fitted,) = of("lookahead", "law")
+    alpha, f = fitted["alpha"], fitted["f"]
+    ngrams = list(dict.fromkeys(row["ngram"] for row in rows))
+    of_each = [[row for row in rows if row["ngram"] == ngram] for ngram in ngrams]
+    measured = {
+        f"N = {ngram}": [(row["rows_per_step"], row["tokens_per_step"]) for row in mine]
+        for ngram, mine in zip(ngrams, of_each, strict=True)
+    }
+    by_law = [[(row["rows_per_step"], law(alpha, f, row["ngram"], row["window"])) for row in mine] for mine in of_each]
+    title = f"Lookahead on MT-bench; dashed: the law with α = {alpha:.3f}, f = {f:.2f}"
+    return plots.lines(title, measured, "rows of a step", "tokens per step", log=True, beside=by_law, base=1.0)
+
+
+def grid_plot() -> str:
+    rows = of("pain", "grid")
+    branches = dict.fromkeys(row["branch_length"] for row in rows)
+    lines = {
+        f"branch length {branch}": [
+            (float(row["decoding_length"]), row["tokens_per_step"]) for row in rows if row["branch_length"] == branch
+        ]
+        for branch in branches
+    }
+    return plots.lines("Trie on GSM8K", lines, "decoding length", "tokens per step", log=True, base=1.0)
+
+
+PLOTS: dict[str, Callable[[], str]] = {
+    "scaling.svg": scaling_plot,
+    "grid.svg": grid_plot,
+    "speed.svg": lambda: speed_ups(bench_lines()),
+}
+
+
+def rendered(page: str) -> str:
+    """A page with all of its tables made anew."""
+
+    def fill(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}"
+
+    return re.sub(r"(<!-- table: ([\w-]+) -->)\n.*?(<!-- end -->)", fill, page, flags=re.DOTALL)
+
+
+def main() -> None:
+    page = DOCS / "benchmarks.md"
+    page.write_text(rendered(page.read_text()))
+    for name, draw in PLOTS.items():
+        (DOCS / "img" / name).write_text(draw() + "\n")
+
+
+if __name__ == "__main__":
+    main()
