@@ -124,7 +124,7 @@ def lines(
     beside: Seq[Seq[tuple[float, float]]] = (),
     base: float = 0.0,
 ) -> str:
-    """Lines over a common axis, from `base` up; a vertical one at `mark`; dashed ones `beside` them in their colours."""
+    """Lines over a common axis, from `base` up; one upright at `mark`, dashed ones `beside` them in their colours."""
     points = [point for line in (*series.values(), *beside) for point in line]
     if not points:
         return ""
