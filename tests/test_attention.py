@@ -10,7 +10,7 @@ from families import DEVICE
 from lookfar.arrays import Int32s
 from lookfar.cache import SlotCache
 from lookfar.gpu import twin
-from lookfar.gpu.attention import attend, chunks_for
+from lookfar.gpu.attention import MIDDLE, SMALL, attend, chunks_for
 from lookfar.gpu.best import best
 from lookfar.gpu.moving import Mover, write_rows
 from lookfar.gpu.table import NEAR, WIDTH, fill, tiles_for
@@ -70,6 +70,9 @@ HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # the interpreter k
         (torch.float32, 2, 1, (16, 16), [124], [30], {}),  # rows of one tile whose far keys end at different places
         (torch.float32, 2, 1, (16, 16), [2900], [4], {"cells": 3000}),  # chunks of two sizes
         (torch.float32, 1, 1, (16, 16), [10_000], [2], {"cells": 10_100}),  # and of three
+        (torch.float32, 2, 1, (128, 128), [300], [9], {}),  # wide rows, taken in smaller blocks
+        (HALF, 2, 1, (192, 256), [300], [9], {}),
+        (HALF, 4, 1, (32, 32), [600], [58], {"cells": 700}),  # 64 rows have chunks of their own
         (HALF, 4, 2, (64, 64), [300, 97, 5], [20, 31, 2], {"sinks": True}),
     ],
 )
@@ -100,7 +103,7 @@ def test_kernels_and_twin_agree(
 
 @pytest.mark.parametrize("chunk", [128, 1024])
 def test_chunks_cover_every_key_once(chunk: int) -> None:
-    sizes = [chunk] * 8 + [2 * chunk] * 28 + [8 * chunk] * 10
+    sizes = [chunk] * SMALL.value + [2 * chunk] * MIDDLE.value + [8 * chunk] * 10
     for keys in range(1, sum(sizes), 331):
         ends = np.cumsum(sizes)
         assert chunks_for(keys, chunk) == int(np.searchsorted(ends, keys)) + 1
