@@ -22,6 +22,7 @@ from lookfar.drafters.base import Drafter, Outcome, Proposal
 from lookfar.engine import Engine
 from lookfar.memory import Memory
 from lookfar.model import BoundModel
+from lookfar.pace import Pace
 from lookfar.sequence import OnStep, Request
 from lookfar.tree import SequencePlan
 
@@ -98,6 +99,17 @@ def test_where_rows_are_dear_it_is_plain_decoding() -> None:
     seen = rows_of(engine, [automatic(PROMPTS[4])])
     assert all(len(rows.tree) == 0 for rows in seen if len(rows.chain) == 1)  # a prompt's rows cost as it is
     assert len(seen) > 10
+
+
+def test_the_time_of_the_host_is_paid_once_however_many_rows() -> None:
+    dear = CostCurve({1: 1.0, 2: 10.0, 128: 1000.0})
+    engine = Engine(BoundModel(model_of("llama")), costs=dear)
+    dear.refine = lambda *_: None  # type: ignore[method-assign]
+    pace = engine._paces[1] = Pace()
+    pace.learn = lambda *_: None  # type: ignore[method-assign]
+    pace.overhead = 1e6
+    seen = rows_of(engine, [automatic(PROMPTS[4])])
+    assert max(len(rows.tree) for rows in seen) > 16
 
 
 def test_where_rows_are_free_it_takes_them() -> None:

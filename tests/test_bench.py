@@ -53,6 +53,22 @@ def measure(lm: lookfar.LM, data: Path, **changes: Any) -> Results:
     return lookfar.bench.run(lm, **arguments | changes)
 
 
+def test_natural_outputs_are_told_apart_from_loops() -> None:
+    """Two prompts, one of which ends in a loop: ratios over natural outputs leave it out on both sides."""
+    natural, loop = list(range(64)), [1, 2] * 32
+    seconds = {("none", "a"): 6.0, ("none", "b"): 8.0, ("auto", "a"): 4.0, ("auto", "b"): 1.0}
+    runs = [
+        Run("s", [prompt], name, 1, 0, [output], seconds[name, prompt], 0.1, [(0.1, 2, 64 // steps)] * steps)
+        for name, steps in (("none", 64), ("auto", 16))
+        for prompt, output in (("a", natural), ("b", loop))
+    ]
+    plain, auto = summarize(Results({"contestants": ["none", "auto"]}, runs=runs))
+    assert auto.natural == plain.natural == 1
+    assert auto.over_plain == pytest.approx(14 / 5)
+    assert auto.over_plain_natural == pytest.approx(6 / 4)
+    assert auto.tokens_per_step_natural == pytest.approx(4.0)
+
+
 def test_the_table_can_be_recomputed_from_the_records(lm: lookfar.LM, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     results = measure(lm, data, out=out)

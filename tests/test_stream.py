@@ -51,6 +51,18 @@ def test_accepted_tokens_say_who_guessed_them(lm: LM) -> None:
     assert set(guessed) <= {"suffix", "store", "recycle"}
 
 
+def test_chunks_come_with_their_statistics(lm: LM) -> None:
+    """When a chunk is there, so are its rows; with the last one, so is whose guesses they were."""
+    rows = 0
+    for chunk in lm.stream(TEXT, max_new_tokens=30, budget=16):
+        assert chunk.stats.rows >= rows + 1
+        rows = chunk.stats.rows
+        if chunk.finish_reason is not None:
+            assert sum(counts.proposed for counts in chunk.stats.drafters.values()) == rows - chunk.stats.steps
+            accepted = sum(counts.accepted for counts in chunk.stats.drafters.values())
+            assert accepted == chunk.stats.tokens - chunk.stats.steps
+
+
 def test_several_prompts_in_one_stream(lm: LM) -> None:
     prompts = ["abc", TEXT, "x"]
     expected = lm.generate(prompts, max_new_tokens=20)

@@ -261,6 +261,7 @@ class Engine:
         sequence.cached += len(kept)
         if walk is not None:
             sequence.append(tokens, walk.finish_reason)
+            sequence.stats.rows += len(rows) - rows.root_row
             self._later.append(partial(self._learn, plan, place, sequence, walk))
             if walk.finish_reason is not None:
                 self._catch_up()  # its statistics are read now
@@ -269,8 +270,8 @@ class Engine:
         return kept
 
     def _learn(self, plan: Plan, place: int, sequence: Sequence, walk: Walk) -> None:
-        """Count a step and judge its guesses. The next step does not wait for it."""
-        sequence.stats.count_step(plan.sequences[place], walk.nodes)
+        """Count and judge a step's guesses. The next step does not wait for it."""
+        sequence.stats.count_guesses(plan.sequences[place].tree, walk.nodes)
         if plan.guesses is not None:
             plan.guesses.learn(place, walk.tokens)
             self.memory.judge_riders(_brought_by_riders(sequence, plan.sequences[place], walk.nodes))

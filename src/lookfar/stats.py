@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from lookfar.tree import SequencePlan
+    from lookfar.tree import TokenTree
 
 
 @dataclass
@@ -53,16 +53,15 @@ class Stats:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def count_step(self, rows: SequencePlan, accepted: list[int]) -> None:
-        """Count the rows of a step and whose guesses they were."""
-        self.rows += len(rows) - rows.root_row
-        if not len(rows.tree):
+    def count_guesses(self, tree: TokenTree, accepted: list[int]) -> None:
+        """Count whose guesses were in a tree, and whose were accepted."""
+        if not len(tree):
             return
-        for name, count in zip(rows.tree.names, np.bincount(rows.tree.sources).tolist(), strict=False):
+        for name, count in zip(tree.names, np.bincount(tree.sources).tolist(), strict=False):
             if count:
                 self.drafter(name).proposed += count
         for node in accepted:
-            self.drafter(rows.tree.source(node)).accepted += 1
+            self.drafter(tree.source(node)).accepted += 1
 
     def drafter(self, name: str) -> DrafterStats:
         return self.drafters.setdefault(name, DrafterStats())
