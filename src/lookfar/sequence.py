@@ -95,6 +95,7 @@ class Sequence:
         self.fingerprint = fingerprint(request.processors) if self.drawn_at_once else None
         self.temperature = temperature_of(request.processors)
         self.drafters = [d for strategy in request.strategies for d in strategy.start(request, self.memory)]
+        self.wants_predictions = any(drafter.wants_predictions for drafter in self.drafters)
         self.stats = Stats(prompt_tokens=len(self.ids))
         self._started = perf_counter()
 
@@ -109,10 +110,6 @@ class Sequence:
     @property
     def remaining(self) -> int:
         return self.request.length - len(self.ids)
-
-    @property
-    def wants_predictions(self) -> bool:
-        return any(drafter.wants_predictions for drafter in self.drafters)
 
     @property
     def uncached(self) -> int:
