@@ -56,19 +56,20 @@ def pair_slot(before, token, slots):  # type: ignore[no-untyped-def]
 
 @jit
 def remember(tables, before, tokens, top_ids, top_logits):  # type: ignore[no-untyped-def]
+    """Fill the rows of tokens and pairs; -1 ends one, and what is behind that is never read."""
+    token_ids, token_logits, pair_keys, pair_ids, pair_logits = tables
+    top = top_ids.shape[1]
+    full = top == token_ids.shape[1]
     for i in range(len(tokens)):
         token = tokens[i]
-        put(tables.token_ids[token], tables.token_logits[token], top_ids[i], top_logits[i])
+        for k in range(top):
+            token_ids[token, k], token_logits[token, k] = top_ids[i, k], top_logits[i, k]
+        if not full:
+            token_ids[token, top] = -1
         if before[i] >= 0:
-            slot = pair_slot(before[i], token, len(tables.pair_keys))
-            tables.pair_keys[slot] = (np.int64(before[i]) << 32) | token
-            put(tables.pair_ids[slot], tables.pair_logits[slot], top_ids[i], top_logits[i])
-
-
-@jit
-def put(ids, logits, top_ids, top_logits):  # type: ignore[no-untyped-def]
-    """Fill a row; -1 ends it, and what is behind that is never read."""
-    for k in range(len(top_ids)):
-        ids[k], logits[k] = top_ids[k], top_logits[k]
-    if len(top_ids) < len(ids):
-        ids[len(top_ids)] = -1
+            slot = pair_slot(before[i], token, len(pair_keys))
+            pair_keys[slot] = (np.int64(before[i]) << 32) | token
+            for k in range(top):
+                pair_ids[slot, k], pair_logits[slot, k] = top_ids[i, k], top_logits[i, k]
+            if not full:
+                pair_ids[slot, top] = -1

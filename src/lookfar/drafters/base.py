@@ -19,6 +19,8 @@ NO_WEIGHTS: Floats = np.zeros(0, np.float32)
 
 def stack(drafts: Seq[Int32s]) -> Int32s:
     """Drafts of several depths, one below the other, -1 behind the shorter ones."""
+    if len(drafts) == 1:
+        return drafts[0]
     deepest = max((part.shape[1] for part in drafts), default=0)
     stacked = np.full((sum(map(len, drafts)), deepest), -1, np.int32)
     row = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from lookfar.arrays import Floats, Int32s
 from lookfar.config import Recycle
@@ -29,7 +30,9 @@ class RecycleDrafter:
         if rows is None:
             return
         self.successors.learn(rows.before, rows.tokens, rows.top_ids, rows.top_logits)
-        others = rows.top_ids[outcome.last] != outcome.emitted[-1] if outcome.emitted else slice(1, None)
-        most = rows.top_ids.shape[1] - 1
-        self.runners = rows.top_ids[outcome.last, others][:most]
-        self.runner_logits = rows.top_logits[outcome.last, others][:most]
+        best, logits = rows.top_ids[outcome.last], rows.top_logits[outcome.last]
+        others: Any = slice(1, None)
+        if outcome.emitted and outcome.emitted[-1] != best[0]:  # sampled, or a processor had its say
+            others = best != outcome.emitted[-1]
+        most = len(best) - 1
+        self.runners, self.runner_logits = best[others][:most], logits[others][:most]
