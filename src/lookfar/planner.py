@@ -117,7 +117,9 @@ def _grow(
         return min(sequence.remaining - 1, room.depth or sequence.remaining)
 
     names: list[str] = []
-    drafted, sources, counts = [], [], [0]
+    drafted: list[Proposal] = []
+    sources: list[int] = []
+    counts = [0]
     recycled, runners = NO_SUCCESSORS, np.full((len(sequences), SAMPLED_TOP - 1), -1, np.int32)
     runner_logits = np.zeros(runners.shape, np.float32)
     for i, (sequence, of_one) in enumerate(zip(sequences, proposals, strict=True)):
@@ -132,13 +134,13 @@ def _grow(
                 names.append(drafter.name)
             if len(proposal.drafts):
                 drafted.append(proposal)
-                sources.append(names.index(drafter.name))
+                sources += [names.index(drafter.name)] * len(proposal.drafts)
                 counts[-1] += len(proposal.drafts)
     offers = Offers(
         drafts=stack([proposal.drafts for proposal in drafted]),
         grades=np.concatenate([p.grades for p in drafted]) if drafted else NO_PROPOSAL.grades,
         weights=np.concatenate([p.weights for p in drafted]) if drafted else NO_PROPOSAL.weights,
-        sources=np.array(sources, np.int32).repeat([len(proposal.drafts) for proposal in drafted]),
+        sources=np.array(sources, np.int32),
         starts=np.array(counts, np.int32),
         roots=np.array([[s.ids[-2] if len(s.ids) > 1 else -1, s.ids[-1]] for s in sequences], dtype=np.int32),
         runners=runners,
