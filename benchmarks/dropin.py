@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lookfar
+from lookfar.bench.contestants import left_padded
 from lookfar.progress import bar
 from lookfar.stats import Stats, add_up
 
@@ -72,10 +73,8 @@ def main() -> None:
 
 def one_call(model: Any, prompts: list[list[int]], seed: int, setting: str, new: int) -> dict[str, Any]:
     """Decode a batch plainly and accelerated; who comes first changes from call to call."""
-    longest = max(map(len, prompts))
     pad = model.generation_config.pad_token_id or 0
-    ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    ids, mask = left_padded(prompts, model.device, pad)
     arguments = parse_arguments(setting)
     arguments = {"do_sample": bool(arguments), **arguments, "max_new_tokens": new, "pad_token_id": pad}
     outs, seconds, states = {}, {}, {}

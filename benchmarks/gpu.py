@@ -24,6 +24,7 @@ import transformers
 from prompts import generate, read_prompts
 
 import lookfar
+from lookfar.bench.contestants import cut, left_padded
 from lookfar.bench.steps import random_model
 from lookfar.cache import SlotCache
 from lookfar.choose import first_difference, margin_after
@@ -90,7 +91,7 @@ def steps() -> None:
                 top = 0 if rows == 1 else 8
                 began = perf_counter()
                 runner.start(plan, cache, (), top)()
-                captured = perf_counter() - began
+                to_capture = perf_counter() - began
                 walls = []
                 for _ in range(30):
                     began = perf_counter()
@@ -105,7 +106,7 @@ def steps() -> None:
                     rows=rows,
                     ms=found[rows],
                     device_ms=device_ms(step._graphs[top][2]),
-                    seconds_to_capture=captured,
+                    seconds_to_capture=to_capture,
                 )
             report(mode=runner.name, context=context, rows_64_over_1=found[64] / found[1])
         runner._drop()
@@ -148,11 +149,9 @@ def attention_of(heads: int, kv_heads: int, dim: int, context: int, rows: int) -
     report(heads=f"{heads}/{kv_heads}x{dim}", context=context, rows=rows, **microseconds, ratio=ratio)
 
 
-def run_all(lm: lookfar.LM, texts: list[list[int]], new: int, **arguments: Any) -> tuple[list[Completion], float]:
+def run_all(lm: lookfar.LM, texts: list[list[int]], new: int, **arguments: Any) -> list[Completion]:
     lm.forget()
-    began = perf_counter()
-    done = [lm.generate(text, max_new_tokens=new, **arguments) for text in texts]
-    return done, perf_counter() - began
+    return [lm.generate(text, max_new_tokens=new, **arguments) for text in texts]
 
 
 def rate(done: list[Completion], which: list[bool] | None = None) -> float:
@@ -173,7 +172,7 @@ def speed() -> None:
         lm = demo(compile=compiled)
         for strategy in ("none", "auto"):
             run_all(lm, [every[0], every[-1]], 256, strategy=strategy)  # captures
-        rounds = [{s: run_all(lm, texts, 256, strategy=s)[0] for s in ("none", "auto")} for _ in range(2)]
+        rounds = [{s: run_all(lm, texts, 256, strategy=s) for s in ("none", "auto")} for _ in range(2)]
         natural = [is_natural(one.token_ids) for one in rounds[0]["none"]]
         mode = lm.engine.steps.name
         for strategy in ("none", "auto"):
@@ -197,9 +196,9 @@ def speed() -> None:
             graph_mib=lm.engine.steps.graph_bytes / 2**20,
             cache_mib=lm.engine.cache.nbytes / 2**20,
         )
-        parted(lm, f"{mode}, none / auto", texts, rounds[0]["none"], rounds[0]["auto"])
+        parted(lm, f"{mode}, none / auto", texts, tokens_of(rounds[0]["none"]), tokens_of(rounds[0]["auto"]))
         if compiled:
-            total = add_up(one.stats for one in run_all(lm, texts[::4], 256, budget=64)[0])
+            total = add_up(one.stats for one in run_all(lm, texts[::4], 256, budget=64))
             host = 1e6 * total.host_seconds / total.steps
             report(mode="64 rows a step", host_microseconds=host, rows_per_step=total.rows_per_step)
 
@@ -216,63 +215,53 @@ def sampled() -> None:
     ):
         for strategy in ("none", "auto"):
             seconds: dict[str, list[float]] = {"graphs": [], "host": []}
-            for turn in range(3):
+            for _ in range(3):
                 for who in seconds:
                     captured.WORTH_IT = usual if who == "graphs" else 1 << 30
-                    if who == "host" or turn == 0:
+                    if who == "host":
                         for step in lm.engine.steps._steps.values():
                             step._drawings.clear()
-                    done, _ = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **how)
+                    done = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **how)
                     if who == "graphs":  # captures come first
-                        done, _ = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **how)
+                        done = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **how)
                     seconds[who].append(1 / rate(done))
             captured.WORTH_IT = usual
             rates = {who: 1 / median(times) for who, times in seconds.items()}
             report(how=how, strategy=strategy, **rates, ratio=rates["graphs"] / rates["host"])
 
 
-def parted(lm: lookfar.LM, what: str, texts: list[list[int]], one: list[Completion], other: list[Completion]) -> None:
+def parted(lm: lookfar.LM, what: str, texts: list[list[int]], one: list[list[int]], other: list[list[int]]) -> None:
     """How many outputs differ, and how close the two best logits were where they part."""
-    margins, tokens = [], sum(len(done.token_ids) for done in one)
+    margins = []
     for text, a, b in zip(texts, one, other, strict=True):
-        at = first_difference(a.token_ids, b.token_ids)
+        at = first_difference(a, b)
         if at is not None:
-            margins.append(margin_after(lm.model, text + a.token_ids[:at]))
+            margins.append(margin_after(lm.model, text + a[:at]))
     report(
         what=what,
         outputs=len(one),
         differ=len(margins),
-        per_10000_tokens=1e4 * len(margins) / tokens,
+        per_10000_tokens=1e4 * len(margins) / sum(map(len, one)),
         median_margin=median(margins) if margins else None,
         largest_margin=max(margins, default=None),
     )
+
+
+def tokens_of(done: list[Completion]) -> list[list[int]]:
+    return [one.token_ids for one in done]
 
 
 def alone_and_in_a_batch() -> None:
     """`model.generate` alone and in a batch of eight, bf16: what transformers itself does when the rows change."""
     lm, new = demo(capture=False), 64
     texts = sorted(prompts(lm, 8), key=len)
-    differ, margins = 0, []
+    alone = [generate(lm, text, new)[0] for text in texts]
+    together: list[list[int]] = []
     for start in range(0, len(texts), 8):
-        group = texts[start : start + 8]
-        width = max(map(len, group))
-        ids = torch.tensor([[0] * (width - len(text)) + text for text in group], device=lm.device)
-        mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in group], device=lm.device)
+        ids, mask = left_padded(texts[start : start + 8], lm.device)
         out = lm.model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0)
-        for text, row in zip(group, out[:, width:].tolist(), strict=True):
-            single, _ = generate(lm, text, new)
-            at = first_difference(single, row[: len(single)])
-            if at is not None:
-                differ += 1
-                margins.append(margin_after(lm.model, text + single[:at]))
-    report(
-        what="model.generate alone / in batches of 8",
-        outputs=len(texts),
-        differ=differ,
-        per_10000_tokens=1e4 * differ / (len(texts) * new),
-        median_margin=median(margins) if margins else None,
-        largest_margin=max(margins, default=None),
-    )
+        together += [cut(row, lm) for row in out[:, ids.shape[1] :].tolist()]
+    parted(lm, "model.generate alone / in batches of 8", texts, alone, together)
 
 
 def batches() -> None:
@@ -307,22 +296,22 @@ def exact() -> None:
     usual = demo(compile=True)
     texts = prompts(usual, 50)
     run_all(usual, texts[:4] + texts[50:54], 256)
-    normal, _ = run_all(usual, texts, 256)
+    normal = run_all(usual, texts, 256)
     del usual
     lm = demo(compile=True, exact=True)
     run_all(lm, texts[:2] + texts[50:52], 256)
-    auto, _ = run_all(lm, texts, 256)
-    none, _ = run_all(lm, texts, 256, strategy="none")
-    parted(lm, "exact=True, none / auto", texts, none, auto)
-    parted(lm, "auto / auto with exact=True", texts, normal, auto)
+    auto = run_all(lm, texts, 256)
+    none = run_all(lm, texts, 256, strategy="none")
+    parted(lm, "exact=True, none / auto", texts, tokens_of(none), tokens_of(auto))
+    parted(lm, "auto / auto with exact=True", texts, tokens_of(normal), tokens_of(auto))
     batch = demo(compile=True, exact=True, max_batch=8)
     together = batch.generate(texts[:24] + texts[50:74], max_new_tokens=256)
     parted(
         lm,
         "exact=True, none alone / auto in batches of 8",
         texts[:24] + texts[50:74],
-        none[:24] + none[50:74],
-        together,
+        tokens_of(none[:24] + none[50:74]),
+        tokens_of(together),
     )
     report(auto=rate(normal), auto_exact=rate(auto), none_exact=rate(none), cost=rate(normal) / rate(auto) - 1)
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent / "paper"))
 from law import law
 
 from lookfar.bench import plots
-from lookfar.bench.page import cells, speed_ups
+from lookfar.bench.page import by_heading, speed_ups
 from lookfar.bench.records import Results
 from lookfar.bench.summary import Line, summarize
 
@@ -41,11 +41,6 @@ def of(name: str, section: str) -> Rows:
 def table(headings: Seq[str], rows: Iterable[Seq[str]]) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def both(row: dict[str, Any]) -> str:
-    """Tokens per step over all outputs and over natural ones."""
-    return f"{row['tokens_per_step']:.2f} / {row['natural']:.2f}"
 
 
 def number(value: float | None, form: str = ".2f", unit: str = "") -> str:
@@ -134,7 +129,7 @@ def lookahead_suites() -> str:
         (
             (
                 SUITES[row["suite"]],
-                both(row),
+                pair(row, "tokens_per_step"),
                 f"{row['rows_per_step']:.0f}",
                 number(row.get("speed_up"), ".2f", "×"),
                 f"{row['identical']}/{row['outputs']}",
@@ -147,7 +142,10 @@ def lookahead_suites() -> str:
 def lookahead_ablation() -> str:
     return table(
         ("MT-bench", "tokens/step, all / natural", "rows/step"),
-        ((row["method"], both(row), f"{row['rows_per_step']:.0f}") for row in of("lookahead", "ablation")),
+        (
+            (row["method"], pair(row, "tokens_per_step"), f"{row['rows_per_step']:.0f}")
+            for row in of("lookahead", "ablation")
+        ),
     )
 
 
@@ -156,7 +154,7 @@ def lookahead_sampling() -> str:
     return table(
         ("MT-bench, temperature", "tokens/step, all / natural", "identical"),
         (
-            (f"{row['temperature']:g}", both(row), f"{row['identical']}/{row['outputs']}")
+            (f"{row['temperature']:g}", pair(row, "tokens_per_step"), f"{row['identical']}/{row['outputs']}")
             for row in rows + of("lookahead", "sampling")
         ),
     )
@@ -206,7 +204,7 @@ def pain_trie() -> str:
         return [
             SUITES[row["suite"]],
             what,
-            both(row),
+            pair(row, "tokens_per_step"),
             f"{row['rows_per_step']:.0f}",
             number(taken and taken / 2**10, ",.0f", " KiB"),
         ]
@@ -226,15 +224,15 @@ def bench() -> str:
     headings = ("suite", "", "tokens/s", "× `generate`", "× plain (natural)", "tokens/step (natural)", "identical")
 
     def line(one: Line) -> list[str]:
-        whole = cells(one)
+        shown = by_heading(one)
         return [
             SUITES.get(one.suite, one.suite),
             one.contestant,
-            whole[3],
-            whole[4],
-            f"{whole[5]} ({whole[6]})",
-            f"{whole[7]} ({whole[8]})",
-            whole[14],
+            shown["tokens/s"],
+            shown["× generate"],
+            f"{shown['× plain']} ({shown['× plain, natural']})",
+            f"{shown['tokens/step']} ({shown['natural']})",
+            shown["identical"],
         ]
 
     return table(headings, map(line, bench_lines()))

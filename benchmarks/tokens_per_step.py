@@ -28,7 +28,6 @@ from rich.table import Table
 
 import lookfar
 import lookfar.noise
-from lookfar.memory import Memory
 from lookfar.progress import bar
 from lookfar.stats import add_up, is_natural
 
@@ -68,14 +67,14 @@ def run_cell(suite: str, name: str, budget: int) -> dict[str, Any]:
     outputs, stats = [], []
     strategy, rows = strategy_of(name.partition("/")[0], budget)
     lookfar.noise.AHEAD = 0 if name.endswith("/blind") else AHEAD
-    _lm.engine.memory = Memory(_lm.engine.memory.vocab_size)
+    _lm.forget()
     arguments = parse_arguments(_options.sampling)
     for seed, prompt in enumerate(prompts, _options.seed):
         if name == "generate":
             outputs.append(generate(_lm, prompt, _options.max_new_tokens, seed, **arguments)[0])
             continue
         if name.endswith("/fresh"):
-            _lm.engine.memory = Memory(_lm.engine.memory.vocab_size)
+            _lm.forget()
         done = _lm.generate(
             prompt, max_new_tokens=_options.max_new_tokens, strategy=strategy, budget=rows, seed=seed, **arguments
         )

@@ -244,6 +244,8 @@ def test_a_store_is_built_shown_joined_and_used(
         (("generate", "hello", "--strategy", "draft_model"), "give the smaller model"),
         (("generate", "hello", "--strategy", "trie", "--set", "shape=round"), "shape must be one of"),
         (("explain", "hello", "--html", "{tmp}/no/page.html"), "is not a directory"),
+        (("bench", "--suite", "mt_bench", "--html", "{tmp}/no/page.html"), "is not a directory"),
+        (("bench", "steps", "--shape", "smollm2-135m", "--html", "{tmp}/no/page.html"), "is not a directory"),
     ],
 )
 def test_mistakes_with_stores_and_budgets_end_in_one_sentence(

@@ -13,7 +13,6 @@ import torch
 
 import lookfar
 from lookfar.bench.suites import Prompt, read_suite
-from lookfar.memory import Memory
 from lookfar.progress import bar
 from lookfar.stats import add_up, is_natural
 from lookfar.store import Store
@@ -64,17 +63,14 @@ class Experiments:
     def prompts(self, suite: str) -> list[Prompt]:
         return read_suite(suite, self.options.data, self.options.limit)
 
-    def forget(self, store: Store | None = None) -> None:
-        """An empty memory, or one with a store that is filled already."""
-        vocabulary = self.lm.engine.model.vocab_size
-        self.lm.engine.memory = Memory(vocabulary, store or Store(vocabulary, self.lm.tokenizer))
-
     def measure(
         self, section: str, suite: str, strategy: Any, store: Store | None = None, **facts: Any
     ) -> dict[str, Any]:
         """Decode a suite, starting from nothing but the store; one more row."""
         sampling = {key: facts[key] for key in ("temperature", "top_k") if key in facts}
-        self.forget(store)
+        self.lm.forget()
+        if store is not None:
+            self.lm.engine.memory.store = store
         done, seconds = [], 0.0
         prompts = self.prompts(suite)
         with bar(f"{section}, {suite}", len(prompts)) as advance:
@@ -102,7 +98,7 @@ class Experiments:
             "suite": suite,
             **facts,
             "tokens_per_step": total.tokens_per_step,
-            "natural": part.tokens_per_step if natural else None,
+            "natural_tokens_per_step": part.tokens_per_step if natural else None,
             "rows_per_step": total.rows_per_step,
             "tokens_per_second": total.tokens / seconds,
             "identical": sum(a == b for a, b in zip(outputs, expected, strict=True)),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence as Seq
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-from filelock import FileLock
 
 from lookfar.arrays import Floats
-from lookfar.files import replace_file
+from lookfar.files import change_json, read_json
 from lookfar.jit import jit
 
 MEASURED = (1, 2, 4, 8, 16, 32, 64, 128)  # rows
@@ -87,26 +86,17 @@ def measure(step: Callable[[int], None], sizes: Seq[int] = MEASURED, stepped: bo
 def read_curve(path: Path, key: str, stepped: bool = False) -> CostCurve | None:
     """The curve kept for a model on a machine; None if there is none that can be read."""
     try:
-        kept = json.loads(path.read_text())[_digest(key)]["seconds"]
+        kept = read_json(path)[_digest(key)]["seconds"]
         return CostCurve({int(rows): float(seconds) for rows, seconds in kept.items()}, stepped)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def keep_curve(path: Path, key: str, curve: CostCurve) -> None:
     """Keep a curve for later processes. Without a place to write to, it is measured again next time."""
     record = {"of": key, "seconds": {int(n): float(s) for n, s in zip(curve.rows, curve.seconds, strict=True)}}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
-            try:
-                known = dict(json.loads(path.read_text()))
-            except (OSError, ValueError, TypeError):
-                known = {}
-            known[_digest(key)] = record
-            replace_file(path, [json.dumps(known, indent=1).encode()])
-    except OSError:
-        return
+    with suppress(OSError):
+        change_json(path, lambda known: (known if isinstance(known, dict) else {}) | {_digest(key): record})
 
 
 def _digest(key: str) -> str:

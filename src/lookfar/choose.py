@@ -60,14 +60,21 @@ def check_drawn(tokens: Ints) -> None:
         )
 
 
+def scores_of_all(processors: LogitsProcessorList | None, logits: torch.Tensor) -> torch.Tensor:
+    """What processors that look at the scores alone make of many rows, [rows, vocabulary], whatever text is before."""
+    scores = logits.to(torch.float32, copy=True)
+    if not processors:
+        return scores
+    made: torch.Tensor = processors(torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device), scores)
+    return made
+
+
 def pick_all(processors: LogitsProcessorList | None, draws: Draws, places: Ints, logits: torch.Tensor) -> Ints:
     """Draw after many rows in one call, [rows, vocabulary], with processors that look at the scores alone.
 
     `places` says which place of the output each row's token would take.
     """
-    scores = logits.to(torch.float32, copy=True)
-    if processors:
-        scores = processors(torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device), scores)
+    scores = scores_of_all(processors, logits)
     of_place = {place: draws.at(place, scores.shape[-1]) for place in dict.fromkeys(places.tolist())}
     return pick(scores, torch.stack([of_place[place] for place in places.tolist()]))
 

@@ -115,8 +115,12 @@ class LM:
 
     def forget(self) -> None:
         """Forget what past requests left to guess from, and what was loaded into the store."""
-        memory = self.engine.memory
-        self.engine.memory = Memory(memory.vocab_size, Store(memory.vocab_size, self.tokenizer))
+        self.engine.memory = self.empty_memory()
+
+    def empty_memory(self) -> Memory:
+        """What a fresh LM starts with."""
+        vocab_size = self.engine.model.vocab_size
+        return Memory(vocab_size, Store(vocab_size, self.tokenizer))
 
     @overload
     def generate(self, prompt: str | list[int], **options: Any) -> Completion: ...

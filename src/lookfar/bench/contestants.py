@@ -14,7 +14,6 @@ from transformers.generation.streamers import BaseStreamer
 from lookfar.bench.records import Run
 from lookfar.config import Budget, StrategySpec
 from lookfar.memory import Memory
-from lookfar.store import Store
 from lookfar.tree import ROOT, SequencePlan
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class Contestant:
     memory: Memory | None = None  # its own, so that nobody guesses from another one's answers
 
     def forget(self, lm: LM) -> None:
-        self.memory = Memory(lm.engine.model.vocab_size, Store(lm.engine.model.vocab_size, lm.tokenizer))
+        self.memory = lm.empty_memory()
 
     def run(self, lm: LM, prompts: Seq[list[int]], new: int, seed: int, sampling: dict[str, Any]) -> Run:
         """Decode some prompts at once. Who they were is for the caller to fill in."""
@@ -75,9 +74,7 @@ class Contestant:
         return Run("", [], self.name, len(prompts), 0, outputs, seconds, first, steps, guesses, host)
 
     def _transformers(self, lm: LM, prompts: Seq[list[int]], new: int, seed: int, sampling: dict[str, Any]) -> Run:
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=lm.device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=lm.device)
+        ids, mask = left_padded(prompts, lm.device)
         clock = Clock() if len(prompts) == 1 else None  # transformers streams single texts only
         torch.manual_seed(seed)
         began = perf_counter()
@@ -90,7 +87,7 @@ class Contestant:
             **{"do_sample": bool(sampling)} | sampling | self.arguments,
         )
         seconds = perf_counter() - began
-        outputs = [cut(row, lm) for row in out[:, width:].tolist()]
+        outputs = [cut(row, lm) for row in out[:, ids.shape[1] :].tolist()]
         steps = clock.steps(began) if clock else [(seconds / max(map(len, outputs)), 1, 1)] * sum(map(len, outputs))
         if self.arguments:  # it guesses, and does not tell how much
             steps = [(took, UNKNOWN, tokens) for took, _, tokens in steps]
@@ -133,6 +130,14 @@ def count_guesses(guesses: dict[str, list[tuple[int, int]]], rows: SequencePlan,
         depths += [(0, 0)] * (depth - len(depths))
         fed, right = depths[depth - 1]
         depths[depth - 1] = fed + 1, right + (place in accepted)
+
+
+def left_padded(prompts: Seq[list[int]], device: torch.device, pad: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts as `generate` takes them, and what of that counts."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    return ids, mask
 
 
 def cut(output: list[int], lm: LM) -> list[int]:

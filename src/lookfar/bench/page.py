@@ -87,9 +87,13 @@ def cells(line: Line) -> list[str]:
     ]
 
 
+def by_heading(line: Line) -> dict[str, str]:
+    return dict(zip(HEADINGS, cells(line), strict=True))
+
+
 def brief(line: Line) -> list[str]:
     """What fits on a terminal; natural outputs in brackets."""
-    whole = dict(zip(HEADINGS, cells(line), strict=True))
+    whole = by_heading(line)
     return [
         f"  {line.contestant}",
         whole["tokens/s"],

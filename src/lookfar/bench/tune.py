@@ -6,7 +6,6 @@ defaults on prompts that were kept aside, and only what is faster there is taken
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,7 +17,7 @@ from lookfar.config import AUTO, STRATEGIES, Budget, Lookahead, Strategy, Suffix
 from lookfar.costs import machine_and_model
 from lookfar.demo import cache_dir
 from lookfar.errors import ConfigError
-from lookfar.files import replace_file
+from lookfar.files import change_json, read_json
 
 if TYPE_CHECKING:
     from lookfar.answers import Steps
@@ -166,16 +165,18 @@ def _judge(
 def save_profile(steps: Steps, profile: Profile, path: Path | None = None) -> Path:
     """Keep a profile where `load` finds it."""
     path = path or profiles_file()
-    known = _read(path)
-    known[machine_and_model(steps)] = {
+    record = {
         "strategies": [{"name": one.name} | vars(one) for one in profile.strategies],
         "budget": profile.budget,
         "speed_up": profile.speed_up,
         "over_plain": profile.over_plain,
     }
+
+    def add(found: Any) -> dict[str, Any]:
+        return {"format": FORMAT, "profiles": _profiles(found) | {machine_and_model(steps): record}}
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, [json.dumps({"format": FORMAT, "profiles": known}, indent=1).encode()])
+        change_json(path, add)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
     return path
@@ -183,7 +184,7 @@ def save_profile(steps: Steps, profile: Profile, path: Path | None = None) -> Pa
 
 def find_profile(steps: Steps, path: Path | None = None) -> Profile | None:
     """What was tuned for this model on this machine; None if nothing was, or it cannot be read."""
-    found = _read(path or profiles_file()).get(machine_and_model(steps))
+    found = _profiles(read_json(path or profiles_file())).get(machine_and_model(steps))
     try:
         if found is None:
             return None
@@ -200,10 +201,9 @@ def profiles_file() -> Path:
     return cache_dir() / "profiles.json"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _profiles(found: Any) -> dict[str, Any]:
+    """Those of a file's contents, none if it is not ours."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        profiles = found["profiles"] if found["format"] == FORMAT else {}
-        return dict(profiles)
-    except (OSError, ValueError, KeyError, TypeError):
+        return dict(found["profiles"]) if found["format"] == FORMAT else {}
+    except (ValueError, KeyError, TypeError):
         return {}

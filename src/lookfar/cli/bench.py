@@ -72,23 +72,22 @@ def bench(
         return
     from lookfar import bench as measuring
     from lookfar.bench.page import BRIEF, brief, page
-    from lookfar.files import replace_file
     from lookfar.loading import load
 
+    options.check_page(html)
     sizes = _numbers(batch)
     sampling: dict[str, Any] = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, None)
-    chosen = [name.strip() for name in strategies.split(",") if name.strip()]
     rows = options.rows(budget)
     if not suite and prompts is None:
         raise ConfigError("Give --suite NAMES (with --data DIR, or from the hub) or --prompts FILE.")
     lm = load(model, device=device, dtype=dtype, pack=pack, compile=compile, exact=exact, max_batch=max(sizes))
     results = measuring.run(
         lm,
-        suites=[name.strip() for name in suite.split(",")] if suite else (),
+        suites=options.names(suite) if suite else (),
         data=data,
         prompts=prompts,
-        strategies=chosen,
-        baselines=[] if baselines == "none" else [name.strip() for name in baselines.split(",")],
+        strategies=[name for name in options.names(strategies) if name],
+        baselines=[] if baselines == "none" else options.names(baselines),
         draft=draft,
         budget=rows,
         limit=limit,
@@ -117,10 +116,7 @@ def bench(
                 "yellow",
             )
     if html is not None:
-        try:
-            replace_file(html, [page(results).encode()])
-        except OSError as error:
-            raise ConfigError(f"{html} cannot be written: {error.strerror or error}.") from error
+        options.write_page(html, page(results))
     console.print(f"[dim]{len(results.runs)} runs in {out}{f', the page in {html}' if html else ''}[/]")
 
 
@@ -146,6 +142,7 @@ def steps(
     from lookfar.lm import LM
     from lookfar.loading import load
 
+    options.check_page(html)
     lengths = _numbers(contexts, "--contexts")
     if (model is None) == (shape is None):
         raise ConfigError("Give --model NAME or --shape NAME, one of the two.")
@@ -164,7 +161,8 @@ def steps(
             f"context {c}": [(float(r), ms) for r, ms in curve.items()] for c, curve in found.milliseconds.items()
         }
         chart = plots.lines(f"A step of {found.model}", series, "rows", "ms", log=True)
-        html.write_text(f'<!doctype html><meta charset="utf-8"><title>lookfar bench steps</title>{chart}')
+        head = '<!doctype html><meta charset="utf-8"><title>lookfar bench steps</title>'
+        options.write_page(html, head + chart)
     if as_json:
         print(json.dumps(found.as_dict()))
         return
@@ -182,7 +180,7 @@ def steps(
 
 
 def _numbers(text: str, option: str = "--batch") -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
+    parts = options.names(text)
     if not all(part.isdecimal() and int(part) >= 1 for part in parts):
         raise ConfigError(f"{option} takes numbers joined by commas, not {text!r}.")
     return [int(part) for part in parts]

@@ -13,7 +13,6 @@ from rich.text import Text
 from rich.tree import Tree
 
 from lookfar.cli import options
-from lookfar.errors import ConfigError
 
 if TYPE_CHECKING:
     from lookfar.explain import Explanation, Step
@@ -40,16 +39,12 @@ def explain(
     from lookfar.explain import as_page, explain as explain_steps
 
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
-    if html is not None and not html.absolute().parent.is_dir():
-        raise ConfigError(f"{html.parent} is not a directory: give --html a file in one that exists.")
+    options.check_page(html)
     lm = options.load_model(model, device, dtype, None, store, pack)
     ids, text = options.prompt_ids(lm, prompt, raw)
     explained = explain_steps(lm, ids, max_new_tokens, chosen, rows)
     if html is not None:
-        try:
-            html.write_text(as_page(explained, text, model), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{html} cannot be written: {error.strerror}.") from error
+        options.write_page(html, as_page(explained, text, model))
         options.say("Written", f"{html}, {len(explained.steps)} steps", "green")
     if as_json:
         print(json.dumps(asdict(explained), ensure_ascii=False))

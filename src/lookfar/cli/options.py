@@ -151,3 +151,21 @@ def prompt_ids(lm: LM, prompt: str, raw: bool) -> tuple[list[int], str]:
     if not raw and text.strip() and getattr(lm.tokenizer, "chat_template", None):
         return lm.chat_ids([{"role": "user", "content": text}]), text
     return lm.encode(text), text
+
+
+def names(text: str) -> list[str]:
+    """What was given joined by commas."""
+    return [part.strip() for part in text.split(",")]
+
+
+def check_page(path: Path | None) -> None:
+    """A page that cannot be written should not cost the work that it would show."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path.parent} is not a directory: give --html a file in one that exists.")
+
+
+def write_page(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error

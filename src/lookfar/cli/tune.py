@@ -47,7 +47,7 @@ def tune(
         found = read_prompts(prompts, limit)
     else:
         assert suite is not None
-        by_suite = [read_suite(name.strip(), data, limit) for name in suite.split(",")]
+        by_suite = [read_suite(name, data, limit) for name in options.names(suite)]
         found = [
             prompt for some in zip(*by_suite, strict=False) for prompt in some
         ]  # in turn, so that all are judged by

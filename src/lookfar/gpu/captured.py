@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import LogitsProcessorList
 
 from lookfar.answers import Answers
 from lookfar.arrays import Ints
@@ -109,9 +108,8 @@ class CapturedStep(PackedStep):
                 del self._drawings[next(iter(self._drawings))]
                 self._asked.clear()
             self.steps.first_of_its_kind = True
-            processors = sequence.request.processors or LogitsProcessorList()
             try:
-                self._drawings[key] = Drawing(self.logits, processors, pool)
+                self._drawings[key] = Drawing(self.logits, sequence.request.processors, pool)
             except Exception:
                 self._drawings[key] = None  # it asks the host for something
         return self._drawings.get(key)

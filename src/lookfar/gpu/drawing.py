@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from transformers import LogitsProcessorList
 
-from lookfar.choose import NO_TOKEN
+from lookfar.choose import NO_TOKEN, scores_of_all
 from lookfar.gpu.best import best
 from lookfar.gpu.captured import recorded
 from lookfar.tree import Plan
@@ -39,12 +39,9 @@ def divide_by_noise(chances, addresses, width, BLOCK: tl.constexpr):  # type: ig
         tl.store(at, odds, inside)
 
 
-def draw(logits: torch.Tensor, processors: LogitsProcessorList, addresses: torch.Tensor) -> torch.Tensor:
+def draw(logits: torch.Tensor, processors: LogitsProcessorList | None, addresses: torch.Tensor) -> torch.Tensor:
     """[rows]: what `pick_all` draws after each row that has noise, without asking the host for anything."""
-    scores = logits.to(torch.float32, copy=True)
-    if processors:
-        scores = processors(torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device), scores)
-    chances = torch.softmax(scores, -1)
+    chances = torch.softmax(scores_of_all(processors, logits), -1)
     no_number = chances[:, 0].isnan()  # softmax makes a row's numbers all or none
     rows, width = chances.shape
     divide_by_noise[(rows, triton.cdiv(width, BLOCK))](chances, addresses, width, BLOCK=BLOCK)
@@ -54,7 +51,7 @@ def draw(logits: torch.Tensor, processors: LogitsProcessorList, addresses: torch
 class Drawing:
     """The drawn tokens of a step's rows, for one shape of step and one list of processors."""
 
-    def __init__(self, logits: torch.Tensor, processors: LogitsProcessorList, pool: Any) -> None:
+    def __init__(self, logits: torch.Tensor, processors: LogitsProcessorList | None, pool: Any) -> None:
         rows, self.width = logits.shape
         self.drawn = torch.zeros(rows, dtype=torch.int32, pin_memory=True)
         self._addresses = torch.zeros(rows, dtype=torch.int64, pin_memory=True)  # of each row's noise; 0: none
