@@ -169,7 +169,7 @@ def test_the_best_tokens(vocabulary: int, top: int) -> None:
     assert all(len(set(row)) == top for row in ids.tolist())
 
 
-def test_rows_are_written_and_moved() -> None:
+def test_rows_are_written_and_moved_and_slots_copied() -> None:
     """Both are compared with the cache's own way."""
     cache, reference = SlotCache(2, 64), SlotCache(2, 64)
     new = torch.randn(2, 1, 3, 7, 20, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -191,6 +191,8 @@ def test_rows_are_written_and_moved() -> None:
     Mover(cache)(moves)
     reference.commit(1, 4, np.array([1, 2, 3]))
     reference.settle()
+    Mover(cache).copy(1, 0, 6)
+    reference.copy(1, 0, 6)
     for ours, theirs in zip(cache.layers, reference.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys)
         assert torch.equal(ours.values, theirs.values)

@@ -68,6 +68,18 @@ def test_a_slot_can_move() -> None:
     assert forward(cache, Plan([rows(3, 1)], first_slot=0), [4]).tolist() == [[1, 2, 3, 4]]
 
 
+def test_a_slot_moves_with_what_is_still_to_be_moved_in_it() -> None:
+    cache = SlotCache(slots=3, capacity=8)
+    forward(cache, Plan([rows(0, 5), rows(0, 5), rows(0, 5)]), [1, 2, 3, 4, 5], [9, 9, 9, 9, 9], [6, 7, 8, 9, 10])
+    cache.commit(1, 0, np.array([0, 4]))  # of a text that has ended: nobody needs it
+    cache.commit(2, 0, np.array([0, 2, 4]))
+    cache.copy(source=2, target=0, length=3)
+    cache.move(source=2, target=1, length=3)
+    assert 2 not in cache._moves
+    view = forward(cache, Plan([rows(3, 1), rows(3, 1)]), [0], [0])
+    assert view[:, :4].tolist() == [[6, 8, 10, 0], [6, 8, 10, 0]]
+
+
 def test_layers_that_are_never_written_are_left_alone() -> None:
     cache = SlotCache(slots=1, capacity=8)
     forward(cache, Plan([rows(0, 4)]), [1, 2, 3, 4])

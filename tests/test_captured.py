@@ -118,6 +118,27 @@ def test_kept_rows_are_moved_when_a_slot_changes_hands() -> None:
     assert again.token_ids == reference(model, longer, 12)
 
 
+def test_prompts_are_read_while_others_decode() -> None:
+    """And what moves into a gap brings along what is still to be moved among its cells."""
+    model = tiny_model("llama", DTYPE)
+    prompts, news = random_prompts(5, 9, 40, 7, 21, 30), [3, 17, 9, 21, 5, 8]
+    expected = [reference(model, prompt, new) for prompt, new in zip(prompts, news, strict=True)]
+    told = oracle([prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)])
+    lm = packed_lm(model, max_batch=3)
+    kinds: list[set[bool]] = []
+    start = lm.engine.steps.start
+
+    def watched(plan: Plan, *rest: Any) -> Any:
+        kinds.append({rows.cached >= len(prompts[0]) and len(rows.chain) == 1 for rows in plan.sequences})
+        return start(plan, *rest)
+
+    lm.engine.steps.start = watched  # type: ignore[method-assign]
+    for strategies in ((told,), ()):
+        done = lm.engine.run([Request(p, n, strategies=strategies) for p, n in zip(prompts, news, strict=True)])
+        assert [sequence.output for sequence in done] == expected
+    assert {True, False} in kinds
+
+
 def test_fixed_rows_leave_the_root_to_a_step_of_its_own() -> None:
     """What `exact=True` plans, without a GPU: prompts alone, then steps of one size."""
     model = tiny_model("llama", DTYPE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence as Seq
 
 import pytest
@@ -258,6 +260,18 @@ def test_the_cache_grows_with_what_is_asked_and_is_reused(engine: Engine) -> Non
     assert (engine.cache.slots, engine.cache.capacity) == (4, 192)
     engine.run([Request(PROMPTS[2], 200)])  # a long one alone does not pay for four
     assert (engine.cache.slots, engine.cache.capacity) == (1, 256)
+
+
+def test_memory_of_a_smaller_cache_is_free_at_once(engine: Engine) -> None:
+    gc.disable()  # on a GPU nobody could wait for it
+    try:
+        engine.run([Request(PROMPTS[0], 4)])
+        for reuse in (False, True):  # anew, and with what is in it
+            keys = weakref.ref(engine.cache.layers[0].keys)
+            engine.run([Request(PROMPTS[0], engine.cache.capacity, reuse=reuse)])
+            assert keys() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_in_a_callback_leaves_the_engine_usable(engine: Engine, expected: list[list[int]]) -> None:

@@ -296,16 +296,16 @@ def test_nothing_is_gone_on_from_after_a_broken_admission(llama: PreTrainedModel
     lm = LM(llama, max_batch=2)
     first, second = random_prompts(12, 14)
     lm.generate([first, second], max_new_tokens=5)
-    move = lm.engine.cache.move
+    copy = lm.engine.cache.copy
 
     def broken(*arguments: int) -> None:
-        move(*arguments)
+        copy(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lm.engine.cache, "move", broken)
+    monkeypatch.setattr(lm.engine.cache, "copy", broken)
     with pytest.raises(KeyboardInterrupt):
         lm.generate([*second, 5, 6], max_new_tokens=5, reuse=True)
-    monkeypatch.setattr(lm.engine.cache, "move", move)
+    monkeypatch.setattr(lm.engine.cache, "copy", copy)
     done = lm.generate([*first, 5, 6], max_new_tokens=9, reuse=True)
     assert done.token_ids == LM(llama).generate([*first, 5, 6], max_new_tokens=9).token_ids
 

@@ -7,6 +7,7 @@ reads a plain slice and nothing is copied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ class SlotCache(Cache):
         self._cells: Ints = np.zeros((0, 0), np.int64)  # [batch, rows] otherwise
         self._cells_on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._moves: dict[int, tuple[Ints, Ints]] = {}  # slot → cells to move, and where to
+        self.copy_cells: Callable[[int, int, int], None] | None = None  # a faster way to copy a slot, if there is one
         self.kv_length = 0
         self.width = 0
 
@@ -142,13 +144,24 @@ class SlotCache(Cache):
                         buffer[slot, :, write] = buffer[slot, :, read]
         self._moves.clear()
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` cells of one slot to another."""
-        self.settle()
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give a slot the first `length` cells of another one, and what is still to be moved among them."""
+        self._moves.pop(target, None)
+        if source in self._moves:
+            self._moves[target] = self._moves[source]
+            length = max(length, int(self._moves[source][0].max()) + 1)
+        if self.copy_cells is not None:
+            self.copy_cells(source, target, length)
+            return
         for layer in self.layers:
             if layer.is_initialized:
                 for buffer in (layer.keys, layer.values):
                     buffer[target, :, :length] = buffer[source, :, :length]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """The same for a slot that is given up."""
+        self.copy(source, target, length)
+        self._moves.pop(source, None)
 
     def load(self, slot: int, past: Cache) -> int:
         """Fill a slot from a plain cache of one sequence; returns how many tokens that were."""
@@ -172,7 +185,7 @@ class SlotCache(Cache):
         ]
 
     def grown(self, slots: int, capacity: int) -> SlotCache:
-        """A larger cache with the same contents."""
+        """A larger cache with the same contents. This one has none after that, and its memory is free."""
         self.settle()
         larger = SlotCache(slots, capacity)
         for layer in self.layers:
@@ -182,7 +195,12 @@ class SlotCache(Cache):
                 for new, old in ((copy.keys, layer.keys), (copy.values, layer.values)):
                     new[: self.slots, :, : self.capacity] = old[:, :, : self.capacity]
             larger.layers.append(copy)
+        self.clear()
         return larger
+
+    def clear(self) -> None:
+        """Give the memory back. Layers know their cache, so it would wait for the garbage collector otherwise."""
+        self.layers.clear()
 
     @property
     def nbytes(self) -> int:

@@ -164,20 +164,22 @@ class Engine:
         while self._waiting and len(self.active) < self.cache.slots:
             self._admit(*self._waiting.popleft())
         group, first_slot = self._next_group()
-        pace = self._pace_of(group)
-        guess = pace is None or pace.guess_next(self._plain_rate(group))
+        pace, reading = self._pace_of(group), any(sequence.uncached > 1 for sequence in group)
+        guess = True
+        if pace is not None:
+            guess = pace.guessing if reading else pace.guess_next(self._plain_rate(group))
         overhead = pace.overhead if pace is not None else 0.0
         plan = plan_step(
             group, first_slot, self.prefill_rows, self.memory, self.costs, self.steps.room, guess, overhead
         )
         planned = perf_counter()
         sampled = any(sequence.request.draws is not None for sequence in group)
-        learning = guess and any(sequence.wants_predictions for sequence in group)
+        learning = (guess or reading) and any(sequence.wants_predictions for sequence in group)
         top = (SAMPLED_TOP if sampled else TOP) if learning else 0
         answered = self.steps.start(plan, self.cache, group, top)
         self._catch_up()
         for sequence in group:
-            if sequence.request.draws is not None and guess:
+            if guess and sequence.request.draws is not None:
                 sequence.request.draws.prepare()
         answers = answered()
         arrived = perf_counter()
@@ -198,13 +200,12 @@ class Engine:
             return  # something was compiled or captured, so its time says nothing
         if self.costs is not None and all(len(rows.chain) == 1 for rows in plan.sequences):
             self._later.append(partial(self.costs.refine, self.steps.fed(plan), arrived - planned))
-        if pace is not None:
+        if pace is not None and not reading:
             pace.learn(guess, sum(len(walk.tokens) for walk in walks if walk), perf_counter() - began, host)
 
     def _pace_of(self, group: list[Sequence]) -> Pace | None:
-        """Whether to guess is asked for steps that decode with an automatic budget."""
-        automatic = all(sequence.request.budget == "auto" and sequence.uncached == 1 for sequence in group)
-        if not automatic or self.costs is None:
+        """Whether to guess is asked where the budget is automatic, and learned from steps that read no prompt."""
+        if self.costs is None or not all(sequence.request.budget == "auto" for sequence in group):
             return None
         size = 1 << (len(group) - 1).bit_length()
         if size not in self._paces:
@@ -227,21 +228,25 @@ class Engine:
             )
             sequence.cached = min(known, len(request.prompt) - 1)  # the last token's logits are needed
             if source != slot:
-                self.cache.move(source, slot, sequence.cached)
+                self.cache.copy(source, slot, sequence.cached)
         sequence.stats.reused_tokens = sequence.cached
         self._left.pop(slot, None)
         self.active.append(sequence)
         self._callers.append(call)
 
     def _next_group(self) -> tuple[list[Sequence], int]:
-        """Neighbouring slots for one forward: prompts first, as many as make one padded block of rows; else all."""
+        """Neighbouring slots for one forward: all, if they decode or if nothing is padded; else some that read prompts,
+        as many as make one padded block of rows."""
         start = next((i for i, sequence in enumerate(self.active) if sequence.uncached > 1), None)
-        if start is None:
+        room = self.steps.room
+        fed = sum(min(sequence.uncached, self.prefill_rows) for sequence in self.active)
+        together = room.packed and not room.fixed and (room.rows is None or fed <= room.rows)
+        if start is None or together:
             return self.active, 0
         end, widest = start, 0
         while end < len(self.active) and self.active[end].uncached > 1:
             widest = max(widest, min(self.active[end].uncached, self.prefill_rows))
-            if end > start and self.steps.room.fixed:
+            if end > start and room.fixed:
                 break  # what else is read beside a prompt would change the last bits of its keys and values
             if end > start and widest * (end - start + 1) > self.prefill_rows:
                 break
@@ -265,7 +270,7 @@ class Engine:
             self._later.append(partial(self._learn, plan, place, sequence, walk))
             if walk.finish_reason is not None:
                 self._catch_up()  # its statistics are read now
-        if sequence.drafters and (guess or sequence.finish_reason is not None):
+        if sequence.drafters and (guess or chain > 1 or sequence.finish_reason is not None):
             self._tell(plan, place, sequence, before, tokens, accepted, answers)
         return kept
 
@@ -345,7 +350,8 @@ class Engine:
             return
         keep = bool(self.active or self._waiting) or any(request.reuse for request in requests)
         if not keep:
-            self.cache = SlotCache(slots=0, capacity=0)  # its memory is free for the next one
+            self.cache.clear()  # its memory is free for the next one
+            self.cache = SlotCache(slots=0, capacity=0)
             self._left.clear()
         slots, longest = self.steps.cache_size(
             max(slots, self.cache.slots), max(longest, self.cache.capacity), self.max_batch

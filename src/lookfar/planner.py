@@ -199,11 +199,13 @@ def _afford(
     """How many candidates to feed, best first, and whether the riders come along."""
     budgets = {sequence.request.budget for sequence in sequences}
     riding = np.array([sum(map(len, of_one)) for of_one in riders], dtype=np.int32)
-    if "auto" not in budgets and not riding.any():
+    if not riding.any() and (None in budgets or "auto" not in budgets):
         return len(forest.picked), False
     scores, owners = forest.scores[forest.picked], forest.owners[forest.picked]
     most, room, _ = limits
-    beside_riders = _fitting(owners, room - riding) if (riding <= room).all() else -1
+    beside_riders = -1  # none can come along
+    if riding.any() and (riding <= room).all():
+        beside_riders = _fitting(owners, room - riding)
     bonus = float(memory.rider_value * np.count_nonzero(riding))
     if None in budgets:  # chosen by hand, riders and all
         return max(beside_riders, 0), beside_riders >= 0

@@ -205,6 +205,7 @@ class CapturedSteps:
                     step.device.copy_(step.host)
                     step.forward(self.model.model.forward)  # makes the cache's buffers
                 self._mover = Mover(cache)
+                cache.copy_cells = self._mover.copy
             waiting = bar(f"Compiling steps of {rows} rows") if self.compiled else nullcontext()
             with waiting:
                 step.capture(top, self._mover, self._pool)

@@ -1,4 +1,4 @@
-"""Keys and values put into their cells, and accepted ones moved to where they belong, in one kernel each."""
+"""Keys and values put into their cells, accepted ones moved to where they belong, slots copied: one kernel each."""
 
 from __future__ import annotations
 
@@ -31,6 +31,19 @@ def move(  # type: ignore[no-untyped-def]
     cells = tl.load(buffer + source[:, None] * cell_stride + at[None, :], there, 0)
     tl.debug_barrier()  # a cell may be read from and written to: all is read first
     tl.store(buffer + target[:, None] * cell_stride + at[None, :], cells, there)
+
+
+@triton.jit(do_not_specialize=("source", "target", "cells"))
+def copy(  # type: ignore[no-untyped-def]
+    buffers, source, target, cells, slot_stride, head_stride, cell_stride, DIM: tl.constexpr, PAD: tl.constexpr,
+    MOST: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    buffer = tl.load(buffers + tl.program_id(0)).to(tl.pointer_type(TYPE)) + tl.program_id(1) * head_stride
+    cell, at = tl.program_id(2) * MOST + tl.arange(0, MOST), tl.arange(0, PAD)
+    there = (cell < cells)[:, None] & (at < DIM)[None, :]
+    place = cell[:, None] * cell_stride + at[None, :]
+    copied = tl.load(buffer + source.to(tl.int64) * slot_stride + place, there)
+    tl.store(buffer + target.to(tl.int64) * slot_stride + place, copied, there)
 
 
 @triton.jit
@@ -89,3 +102,13 @@ class Mover:
                 addresses, moves, *buffer.stride()[:3],
                 DIM=dim, PAD=triton.next_power_of_2(dim), MOST=NEAR, TYPE=TYPES[buffer.element_size()],
             )  # fmt: skip
+
+    def copy(self, source: int, target: int, cells: int) -> None:
+        """Give a slot the first cells of another one."""
+        for buffer, addresses in self.groups:
+            _, heads, _, dim = buffer.shape
+            with torch.cuda.device(buffer.device):
+                copy[(len(addresses), heads, triton.cdiv(cells, NEAR))](
+                    addresses, source, target, cells, *buffer.stride()[:3],
+                    DIM=dim, PAD=triton.next_power_of_2(dim), MOST=NEAR, TYPE=TYPES[buffer.element_size()],
+                )  # fmt: skip
