@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -32,6 +33,7 @@ from lookfar.costs import tree_plan
 from lookfar.gpu import captured, table
 from lookfar.gpu.attention import attend
 from lookfar.gpu.graphs import CapturedSteps
+from lookfar.gpu.reading import multiply
 from lookfar.lm import Completion
 from lookfar.masks import LayerKind, StepMasks
 from lookfar.model import BoundModel
@@ -139,14 +141,39 @@ def attention_of(heads: int, kv_heads: int, dim: int, context: int, rows: int) -
         "sdpa": lambda: F.scaled_dot_product_attention(q, own_k, own_v, attn_mask=mask),
         "sdpa_and_repeat": lambda: F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask),
     }.items():
-        run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(20):
-                run()
-        microseconds[name] = 1e3 * device_ms(graph.replay, 20) / 20
+        microseconds[name] = in_a_graph([run] * 20)
     ratio = microseconds["ours"] / microseconds["sdpa"]
     report(heads=f"{heads}/{kv_heads}x{dim}", context=context, rows=rows, **microseconds, ratio=ratio)
+
+
+def products() -> None:
+    """One row times the matrices of an 8B layer and its head, microseconds: ours, and cuBLAS."""
+    for name, inputs, outputs in (
+        ("queries, keys, values", 4096, 6144),
+        ("attention's output", 4096, 4096),
+        ("gate and up", 4096, 28672),
+        ("down", 14336, 4096),
+        ("head", 4096, 128256),
+    ):
+        # More weights than the device's cache holds, as in a model.
+        weights = torch.randn(-(-(300 << 20) // (2 * inputs * outputs)), outputs, inputs, device="cuda").bfloat16()
+        x = torch.randn(1, inputs, device="cuda").bfloat16()
+        found = {
+            who: in_a_graph([partial(how, x, weight, None) for weight in weights])
+            for who, how in {"ours": multiply, "cublas": F.linear}.items()
+        }
+        report(matrix=name, inputs=inputs, outputs=outputs, **found, ratio=found["ours"] / found["cublas"])
+
+
+def in_a_graph(runs: Seq[Callable[[], Any]]) -> float:
+    """Microseconds of each, one after the other, without what the host takes."""
+    for run in runs:
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    return 1e3 * device_ms(graph.replay, 20) / len(runs)
 
 
 def run_all(lm: lookfar.LM, texts: list[list[int]], new: int, **arguments: Any) -> list[Completion]:
@@ -198,9 +225,10 @@ def speed() -> None:
         )
         parted(lm, f"{mode}, none / auto", texts, tokens_of(rounds[0]["none"]), tokens_of(rounds[0]["auto"]))
         if compiled:
-            total = add_up(one.stats for one in run_all(lm, texts[::4], 256, budget=64))
-            host = 1e6 * total.host_seconds / total.steps
-            report(mode="64 rows a step", host_microseconds=host, rows_per_step=total.rows_per_step)
+            done = run_all(lm, texts[::4], 256, budget=64)
+            host = median(1e6 * one.stats.host_seconds / one.stats.steps for one in done)
+            rows = add_up(one.stats for one in done).rows_per_step
+            report(mode="64 rows a step", host_microseconds=host, rows_per_step=rows)
 
 
 def sampled() -> None:
@@ -347,6 +375,7 @@ SECTIONS = {
     "machine": machine,
     "float32": same_as_generate,
     "attention": attention,
+    "products": products,
     "steps": steps,
     "speed": speed,
     "sampled": sampled,

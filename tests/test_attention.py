@@ -13,6 +13,7 @@ from lookfar.gpu import twin
 from lookfar.gpu.attention import MIDDLE, SMALL, attend, chunks_for
 from lookfar.gpu.best import best
 from lookfar.gpu.moving import Mover, write_rows
+from lookfar.gpu.reading import multiply
 from lookfar.gpu.table import NEAR, WIDTH, fill, tiles_for
 from lookfar.tree import SequencePlan, TokenTree
 
@@ -167,6 +168,20 @@ def test_the_best_tokens(vocabulary: int, top: int) -> None:
     ids = found[:, 1 : 1 + top].long()
     assert torch.equal(logits.gather(1, ids), values)
     assert all(len(set(row)) == top for row in ids.tolist())
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 512), (21, 700), (3, 2048)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_one_row_times_a_matrix(outputs: int, inputs: int, with_bias: bool) -> None:
+    rng = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(*shape, generator=rng).to(DEVICE, HALF) for shape in ((1, 1, inputs), (outputs, inputs), (outputs,))
+    )
+    found = multiply(x, weight, bias if with_bias else None)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double() if with_bias else None)
+    assert found.shape == (1, 1, outputs)
+    assert found.dtype == HALF
+    assert torch.allclose(found.double(), expected, rtol=LAST_BITS[HALF], atol=LAST_BITS[HALF])
 
 
 def test_rows_are_written_and_moved_and_slots_copied() -> None:

@@ -10,8 +10,10 @@ from torch._dynamo.utils import counters
 from families import DEVICE, tiny_model
 from lookfar.cache import SlotCache
 from lookfar.errors import ConfigError
+from lookfar.gpu import reading
 from lookfar.gpu.compiled import CompiledLayers
 from lookfar.gpu.interface import NAME
+from lookfar.gpu.one_row import LONG
 from lookfar.gpu.packed import PackedStep
 from lookfar.gpu.sisters import Sisters
 from lookfar.model import BoundModel
@@ -82,6 +84,26 @@ def test_one_compiled_layer_serves_for_all_and_for_all_numbers_of_rows() -> None
     assert counters["stats"]["unique_graphs"] == 2  # one row, and more
     assert not counters["graph_break"]
     assert not any("forward" in vars(layer) for layer in model.modules())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_large_layers_have_a_kernel_of_their_own_for_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", torch.bfloat16, hidden_size=LONG, intermediate_size=2 * LONG)
+    bound, sisters = BoundModel(model, pack=False), Sisters(model, lambda: model(IDS))
+    called: list[tuple[int, ...]] = []
+    multiply = reading.multiply
+    monkeypatch.setattr(reading, "multiply", lambda *given: called.append(given[1].shape) or multiply(*given))
+    for rows in (1, 2):
+        step = PackedStep(bound, SlotCache(1, 64), rows, 1)
+        step.fill(Plan([SequencePlan(np.array([5]), 0)]))
+        step.device.copy_(step.host)
+        called.clear()
+        with bound.attending(NAME):
+            expected = step.forward(model.forward)
+            with sisters.in_use():
+                found = step.forward(model.forward)
+        assert torch.allclose(found[0], expected[0], atol=0.05)
+        assert bool(called) == (rows == 1)
 
 
 def test_a_model_without_repeated_layers_is_not_compiled() -> None:

@@ -1,7 +1,8 @@
-"""Linear layers that read the same input become one multiplication: queries, keys and values; gate and up.
+"""Linear layers as captured steps run them.
 
-Which ones do is seen by watching a forward, not by their names. Their weights are laid side by side in memory, so that
-one large multiplication can read them; each layer keeps its own part as its weight, and no number changes.
+Those that read the same input become one multiplication: queries, keys and values; gate and up. Which ones do is seen
+by watching a forward, not by their names. Their weights are laid side by side in memory, so that one large
+multiplication can read them; each layer keeps its own part as its weight, and no number changes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
+
+from lookfar.gpu.one_row import linear
+
+
+class Single(nn.Linear):
+    """A layer that multiplies for itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class First(nn.Linear):
@@ -27,14 +36,14 @@ class First(nn.Linear):
     sizes: list[int]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts: Sequence[torch.Tensor] = torch.split(F.linear(x, self.together, self.their_bias), self.sizes, -1)
+        parts: Sequence[torch.Tensor] = torch.split(linear(x, self.together, self.their_bias), self.sizes, -1)
         self.box.clear()
         self.box.append(x)
         self.box.extend(parts[1:])
         return parts[0]
 
 
-class Sister(nn.Linear):
+class Sister(Single):
     """Takes its part, if it is called with the same input."""
 
     box: list[Any]
@@ -77,7 +86,6 @@ class Group:
 
     def part(self) -> None:
         for layer in self.layers:
-            layer.__class__ = nn.Linear
             for name in ("box", "together", "their_bias", "sizes"):
                 vars(layer).pop(name, None)
 
@@ -86,11 +94,14 @@ class Sisters:
     """The groups of a model, found in a forward that `run` makes, and a way to run the model with them."""
 
     def __init__(self, model: PreTrainedModel, run: Callable[[], Any]) -> None:
+        self.layers = _plain_layers(model)
         self.groups = [Group.of(layers) for layers in _watch(model, run)]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """While the block runs, groups multiply at once; then the model is as it was."""
+        for layer in self.layers:
+            layer.__class__ = Single
         for group in self.groups:
             group.join()
         try:
@@ -98,6 +109,17 @@ class Sisters:
         finally:
             for group in self.groups:
                 group.part()
+            for layer in self.layers:
+                layer.__class__ = nn.Linear
+
+
+def _plain_layers(model: PreTrainedModel) -> list[Any]:
+    """Linear layers that are torch's own, with nothing around them."""
+    return [
+        layer
+        for layer in model.modules()
+        if type(layer) is nn.Linear and layer.weight.is_floating_point() and "forward" not in vars(layer)
+    ]
 
 
 def _watch(model: PreTrainedModel, run: Callable[[], Any]) -> list[list[Any]]:
@@ -106,8 +128,7 @@ def _watch(model: PreTrainedModel, run: Callable[[], Any]) -> list[list[Any]]:
     calls: list[tuple[Any, Any]] = []
     hooks = [
         layer.register_forward_pre_hook(lambda layer, inputs: calls.append((layer, inputs[0])))
-        for layer in model.modules()
-        if type(layer) is nn.Linear and layer.weight.is_floating_point() and "forward" not in vars(layer)
+        for layer in _plain_layers(model)
     ]
     try:
         run()
