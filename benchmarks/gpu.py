@@ -316,6 +316,8 @@ def batches() -> None:
             auto_tokens_per_second=auto,
             ratio=median(ratios),
             tokens_per_step=total.tokens_per_step,
+            rows_per_step=total.rows_per_step,
+            host_microseconds=1e6 * total.host_seconds / total.steps,
         )
 
 

@@ -204,7 +204,7 @@ def test_rows_are_written_and_moved_and_slots_copied() -> None:
     moves = torch.full((2, 1 + 2 * NEAR), -1, dtype=torch.int32, device=DEVICE)
     moves[1, :4], moves[1, 1 + NEAR : 4 + NEAR] = torch.tensor([1, 5, 6, 7]), torch.tensor([4, 5, 6])
     Mover(cache)(moves)
-    reference.commit(1, 4, np.array([1, 2, 3]))
+    reference.commit(1, 4, [1, 2, 3])
     reference.settle()
     Mover(cache).copy(1, 0, 6)
     reference.copy(1, 0, 6)

@@ -32,9 +32,9 @@ def forward(cache: SlotCache, plan: Plan, *marks: list[int]) -> torch.Tensor:
 def test_rows_go_behind_the_committed_ones_and_accepted_ones_move_down() -> None:
     cache = SlotCache(slots=1, capacity=16)
     assert forward(cache, Plan([rows(0, 5)]), [10, 11, 12, 13, 14]).tolist() == [[10, 11, 12, 13, 14]]
-    cache.commit(0, 0, np.array([0, 2, 4]))
+    cache.commit(0, 0, [0, 2, 4])
     assert forward(cache, Plan([rows(3, 2)]), [20, 21]).tolist() == [[10, 12, 14, 20, 21]]
-    cache.commit(0, 3, np.array([0, 1]))
+    cache.commit(0, 3, [0, 1])
     assert forward(cache, Plan([rows(5, 1)]), [30]).tolist() == [[10, 12, 14, 20, 21, 30]]
 
 
@@ -45,7 +45,7 @@ def test_ragged_sequences_write_at_their_own_ends() -> None:
     view = forward(cache, Plan([rows(3, 1), rows(1, 3)]), [4], [8, 9, 10])
     assert view[0, :4].tolist() == [1, 2, 3, 4]
     assert view[1, :4].tolist() == [7, 8, 9, 10]
-    cache.commit(1, 1, np.array([0, 2]))
+    cache.commit(1, 1, [0, 2])
     view = forward(cache, Plan([rows(4, 1), rows(3, 1)]), [5], [11])
     assert view[0, :5].tolist() == [1, 2, 3, 4, 5]
     assert view[1, :4].tolist() == [7, 8, 10, 11]
@@ -71,8 +71,8 @@ def test_a_slot_can_move() -> None:
 def test_a_slot_moves_with_what_is_still_to_be_moved_in_it() -> None:
     cache = SlotCache(slots=3, capacity=8)
     forward(cache, Plan([rows(0, 5), rows(0, 5), rows(0, 5)]), [1, 2, 3, 4, 5], [9, 9, 9, 9, 9], [6, 7, 8, 9, 10])
-    cache.commit(1, 0, np.array([0, 4]))  # of a text that has ended: nobody needs it
-    cache.commit(2, 0, np.array([0, 2, 4]))
+    cache.commit(1, 0, [0, 4])  # of a text that has ended: nobody needs it
+    cache.commit(2, 0, [0, 2, 4])
     cache.copy(source=2, target=0, length=3)
     cache.move(source=2, target=1, length=3)
     assert 2 not in cache._moves
@@ -83,7 +83,7 @@ def test_a_slot_moves_with_what_is_still_to_be_moved_in_it() -> None:
 def test_layers_that_are_never_written_are_left_alone() -> None:
     cache = SlotCache(slots=1, capacity=8)
     forward(cache, Plan([rows(0, 4)]), [1, 2, 3, 4])
-    cache.commit(0, 0, np.array([0, 3]))  # layer 0 has no buffers
+    cache.commit(0, 0, [0, 3])  # layer 0 has no buffers
     assert not cache.layers[0].is_initialized
     assert cache.nbytes == 2 * (2 * 9 * 3) * 4
     assert cache.get_seq_length() == 0

@@ -7,7 +7,7 @@ reads a plain slice and nothing is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -120,13 +120,13 @@ class SlotCache(Cache):
             buffer[slots, :, cells] = states.transpose(1, 2)
         return buffer[self._slots_in_step, :, : self.kv_length]
 
-    def commit(self, slot: int, start: int, rows: Ints) -> None:
+    def commit(self, slot: int, start: int, rows: Seq[int]) -> None:
         """Keep the cells `start + rows` of a slot as `start, start + 1, …`. Done before anybody reads them."""
-        if not len(rows) or rows[-1] == len(rows) - 1:
+        if not rows or rows[-1] == len(rows) - 1:
             return  # rows ascend, so all are where they belong
-        stay = np.arange(len(rows))
-        moved = np.flatnonzero(rows != stay)
-        self._moves[slot] = start + rows[moved], start + stay[moved]
+        moved = [(start + row, start + place) for place, row in enumerate(rows) if row != place]
+        source, target = np.array(moved, dtype=np.int64).T
+        self._moves[slot] = source, target
 
     def claim(self, slot: int, most: int) -> tuple[Ints, Ints] | None:
         """Take over what is to be moved in a slot, from which cells and to which, if it is not too much."""

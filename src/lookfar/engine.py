@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from lookfar.answers import Answers, EagerSteps, Steps
-from lookfar.arrays import Ints
 from lookfar.budget import CostCurve
 from lookfar.cache import SlotCache
 from lookfar.choose import shared
@@ -255,14 +254,14 @@ class Engine:
 
     def _advance(
         self, plan: Plan, place: int, sequence: Sequence, walk: Walk | None, answers: Answers, guess: bool
-    ) -> Ints:
+    ) -> list[int]:
         """Append what was emitted, count, and tell the drafters. Returns the rows to keep cached: the chain, and the
         accepted nodes."""
         rows = plan.sequences[place]
         before = sequence.ids[sequence.cached - 1] if sequence.cached else -1
         tokens, accepted = (walk.tokens, walk.nodes) if walk is not None else ([], [])
         chain = len(rows.chain)
-        kept = np.array([*range(chain), *(chain + node for node in accepted)], dtype=np.int64)
+        kept = [*range(chain), *(chain + node for node in accepted)]
         sequence.cached += len(kept)
         if walk is not None:
             sequence.append(tokens, walk.finish_reason)

@@ -67,19 +67,9 @@ def plan_step(
     guesses = _grow(sequences, proposals, memory, limits, room)
     riders = [tuple(proposal.riders for proposal in of_one) for of_one in proposals]
     count, riding = _afford(sequences, chains, riders, guesses.forest, costs, memory, limits, room, overhead)
-    trees = _trees(guesses, count, len(sequences))
-    plans = [
-        SequencePlan(
-            chain.chain,
-            chain.cached,
-            chain.complete,
-            chain.learned,
-            tree,
-            of_one if riding else (),
-        )
-        for chain, tree, of_one in zip(chains, trees, riders, strict=True)
-    ]
-    return Plan(plans, first_slot, guesses=guesses)
+    for chain, tree, of_one in zip(chains, _trees(guesses, count, len(sequences)), riders, strict=True):
+        chain.tree, chain.riders = tree, of_one if riding else ()
+    return Plan(chains, first_slot, guesses=guesses)
 
 
 def plan_chain(sequence: Sequence, prefill_rows: int, roots_alone: bool = False) -> SequencePlan:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROOT = -1  # the parent of a tree's first nodes
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TokenTree:
     """Guesses for what follows the root, with shared prefixes stored once. Parents come before their children."""
 
@@ -128,7 +128,7 @@ class Riders:
 NO_RIDERS = Riders(*(np.zeros(0, np.int64),) * 2, np.zeros((0, 0), bool), np.zeros(0, bool))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SequencePlan:
     """The rows of one sequence in one step."""
 
