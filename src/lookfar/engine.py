@@ -237,10 +237,11 @@ class Engine:
         """Neighbouring slots for one forward: all, if they decode or if nothing is padded; else some that read prompts,
         as many as make one padded block of rows."""
         start = next((i for i, sequence in enumerate(self.active) if sequence.uncached > 1), None)
+        if start is None:
+            return self.active, 0
         room = self.steps.room
         fed = sum(min(sequence.uncached, self.prefill_rows) for sequence in self.active)
-        together = room.packed and not room.fixed and (room.rows is None or fed <= room.rows)
-        if start is None or together:
+        if room.packed and not room.fixed and (room.rows is None or fed <= room.rows):
             return self.active, 0
         end, widest = start, 0
         while end < len(self.active) and self.active[end].uncached > 1:

@@ -258,19 +258,22 @@ def grow(  # type: ignore[no-untyped-def]
 
 
 @jit
-def cut(nodes, scores, picked, owner):  # type: ignore[no-untyped-def]
-    """The picked candidates of one sequence as the columns of a tree: token, parent, depth, source, score, backers."""
-    place, count = np.full(len(nodes), -1, np.int32), 0
+def cut(nodes, scores, picked, batch):  # type: ignore[no-untyped-def]
+    """The picked candidates as trees, one behind the other: columns (token, parent, depth, source, backers), scores, and
+    where the tree of each sequence begins."""
+    starts, place = np.zeros(batch + 1, np.int32), np.full(len(nodes), -1, np.int32)
+    for node in picked:
+        place[node] = starts[nodes[node, OWNER] + 1]  # in its own tree
+        starts[nodes[node, OWNER] + 1] += 1
+    for owner in range(batch):
+        starts[owner + 1] += starts[owner]
     columns, chances = np.empty((5, len(picked)), np.int32), np.empty(len(picked), np.float32)
     for node in picked:
-        if nodes[node, OWNER] == owner:
-            place[node] = count
-            parent = nodes[node, PARENT]
-            columns[0, count], columns[1, count] = nodes[node, TOKEN], place[parent]
-            columns[2, count], columns[3, count] = nodes[node, DEEP], nodes[node, LOUDEST]
-            columns[4, count], chances[count] = nodes[node, BACKERS], scores[node]
-            count += 1
-    return columns[:, :count], chances[:count]
+        at = starts[nodes[node, OWNER]] + place[node]
+        columns[0, at], columns[1, at] = nodes[node, TOKEN], place[nodes[node, PARENT]]
+        columns[2, at], columns[3, at] = nodes[node, DEEP], nodes[node, LOUDEST]
+        columns[4, at], chances[at] = nodes[node, BACKERS], scores[node]
+    return columns, chances, starts
 
 
 @jit

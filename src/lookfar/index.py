@@ -7,6 +7,8 @@ themselves; so its time does not depend on how much is stored, and adding a toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 import numpy.typing as npt
 
@@ -59,6 +61,17 @@ class TokenIndex:
 
     def _add(self, new: Int32s) -> None:
         self.size = add_tokens(self.tokens, self.size, self.heads, self.links, self.lengths, new)
+
+    def follow(self, ids: Seq[int], limit: int, depth: int) -> tuple[Int32s, Int32s]:
+        """Go on with the text and find how it went on where it last ended like it does now."""
+        if self.size + len(ids) > len(self.tokens):
+            self.extend(ids)
+            ids = ()
+        new = np.array(ids, dtype=np.int32)
+        self.size, continuations, matched = add_and_find(
+            self.tokens, self.size, self.heads, self.links, self.lengths, new, limit, depth
+        )
+        return continuations, matched
 
     def find(self, tail: Int32s, limit: int, depth: int) -> tuple[Int32s, Int32s]:
         """How the text went on where it last ended like `tail`: continuations [k, depth] and match lengths [k],
@@ -143,3 +156,11 @@ def find_matches(tokens, size, heads, links, lengths, tail, limit, depth):  # ty
                 # A match that runs into the end repeats itself, as loops do.
                 continuations[k, j] = continuations[k, j - (size - 1 - place)]
     return continuations, matched[order]
+
+
+@jit
+def add_and_find(tokens, size, heads, links, lengths, new, limit, depth):  # type: ignore[no-untyped-def]
+    size = add_tokens(tokens, size, heads, links, lengths, new)
+    tail = tokens[max(size - LONGEST, 0) : size]
+    continuations, matched = find_matches(tokens, size, heads, links, lengths, tail, limit, depth)
+    return size, continuations, matched

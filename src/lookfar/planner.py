@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -110,7 +111,8 @@ def _grow(
     drafted: list[Proposal] = []
     sources: list[int] = []
     counts = [0]
-    recycled, runners = NO_SUCCESSORS, np.full((len(sequences), SAMPLED_TOP - 1), -1, np.int32)
+    recycled, runners = NO_SUCCESSORS, np.empty((len(sequences), SAMPLED_TOP - 1), np.int32)
+    runners.fill(-1)
     runner_logits = np.zeros(runners.shape, np.float32)
     for i, (sequence, of_one) in enumerate(zip(sequences, proposals, strict=True)):
         counts.append(counts[-1])
@@ -188,23 +190,26 @@ def _afford(
 ) -> tuple[int, bool]:
     """How many candidates to feed, best first, and whether the riders come along."""
     budgets = {sequence.request.budget for sequence in sequences}
-    riding = np.array([sum(map(len, of_one)) for of_one in riders], dtype=np.int32)
-    if not riding.any() and (None in budgets or "auto" not in budgets):
+    rides = any(len(of_drafter) for of_one in riders for of_drafter in of_one)
+    if not rides and (None in budgets or "auto" not in budgets):
         return len(forest.picked), False
     scores, owners = forest.scores[forest.picked], forest.owners[forest.picked]
     most, room, _ = limits
-    beside_riders = -1  # none can come along
-    if riding.any() and (riding <= room).all():
-        beside_riders = _fitting(owners, room - riding)
-    bonus = float(memory.rider_value * np.count_nonzero(riding))
+    bonus, beside_riders = 0.0, -1  # none can come along
+    if rides:
+        riding = np.array([sum(map(len, of_one)) for of_one in riders], dtype=np.int32)
+        bonus = float(memory.rider_value * np.count_nonzero(riding))
+        if (riding <= room).all():
+            beside_riders = _fitting(owners, room - riding)
     if None in budgets:  # chosen by hand, riders and all
         return max(beside_riders, 0), beside_riders >= 0
     if "auto" in budgets:
         assert costs is not None
         fixed = np.array([len(chain) for chain in chains], dtype=np.int32)
-        table = costs.table(int(len(sequences) * (fixed + room).max())) + np.float32(overhead / costs.drift)
+        widest = max(map(len, chains)) + max(sequence.request.extra_rows for sequence in sequences)
+        table = costs.table(len(sequences) * widest) + np.float32(overhead / costs.drift)
         count, rate = best_count(scores, owners, fixed, table, 0.0, shape.packed)
-        if not bonus or beside_riders < 0:
+        if not rides or beside_riders < 0:
             return count, False
         other, its_rate = best_count(
             scores[:beside_riders], owners[:beside_riders], fixed + riding, table, bonus, shape.packed
@@ -229,9 +234,9 @@ def _fitting(owners: Int32s, room: Int32s) -> int:
 def _trees(guesses: Guesses, count: int, batch: int) -> list[TokenTree]:
     """The best `count` candidates as one tree a sequence."""
     forest, names = guesses.forest, guesses.tree_names
+    columns, scores, starts = cut(forest.nodes, forest.scores, forest.picked[:count], batch)
     trees = []
-    for owner in range(batch):
-        columns, scores = cut(forest.nodes, forest.scores, forest.picked[:count], owner)
-        tokens, parents, depths, sources, backers = columns
-        trees.append(TokenTree(tokens, parents, depths, sources, scores, backers, names))
+    for first, last in pairwise(starts.tolist()):
+        tokens, parents, depths, sources, backers = columns[:, first:last]
+        trees.append(TokenTree(tokens, parents, depths, sources, scores[first:last], backers, names))
     return trees

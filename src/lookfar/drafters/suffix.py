@@ -31,9 +31,8 @@ class SuffixDrafter:
         self.index = TokenIndex(capacity, (8, 4, 2, 1))
 
     def propose(self, ids: Seq[int], limit: int) -> Proposal:
-        self.index.extend(ids[self.index.size :])
-        tail = self.index.text[-LONGEST:]
-        return as_proposal(*self.index.find(tail, self.config.branches, min(limit, self.config.length)))
+        new = ids[self.index.size :]
+        return as_proposal(*self.index.follow(new, self.config.branches, min(limit, self.config.length)))
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
         pass  # `propose` reads on in the text where it left off

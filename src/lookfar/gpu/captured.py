@@ -121,7 +121,7 @@ class CapturedStep(PackedStep):
         back, all_logits = self.back.numpy().copy(), self.logits  # the next step writes over what came back
         starts = list(accumulate(plan.lengths, initial=0))
         each = [slice(start, start + length) for start, length in zip(starts, plan.lengths, strict=False)]
-        of_each = [back[rows] for rows in each]
+        chosen, ids, values = back[:, 0].astype(np.int64), back[:, 1 : 1 + top], back[:, 1 + top :].view(np.float32)
 
         def logits(sequence: int, rows: Ints) -> torch.Tensor:
             start = starts[sequence]
@@ -129,10 +129,10 @@ class CapturedStep(PackedStep):
 
         return Answers(
             np.arange(plan.width),
-            [own[:, 0].astype(np.int64) for own in of_each],
+            [chosen[rows] for rows in each],
             logits,
-            [own[:, 1 : 1 + top] for own in of_each] if top else None,
-            [own[:, 1 + top :].view(np.float32) for own in of_each] if top else None,
+            [ids[rows] for rows in each] if top else None,
+            [values[rows] for rows in each] if top else None,
             [drawing.drawn.numpy()[rows].astype(np.int64) for rows in each] if drawing is not None else (),
         )
 
