@@ -259,8 +259,8 @@ def grow(  # type: ignore[no-untyped-def]
 
 @jit
 def cut(nodes, scores, picked, batch):  # type: ignore[no-untyped-def]
-    """The picked candidates as trees, one behind the other: columns (token, parent, depth, source, backers), scores, and
-    where the tree of each sequence begins."""
+    """The picked candidates as trees, one behind the other: columns (token, parent, depth, source, backers), scores,
+    and where the tree of each sequence begins."""
     starts, place = np.zeros(batch + 1, np.int32), np.full(len(nodes), -1, np.int32)
     for node in picked:
         place[node] = starts[nodes[node, OWNER] + 1]  # in its own tree
