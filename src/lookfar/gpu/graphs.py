@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows; a step has the next of these, the rest is padding
 BUCKET_OF = [next(size for size in BUCKETS if size >= rows) for rows in range(BUCKETS[-1] + 1)]
+BATCHES = (1, 4, 16, 64, 512)  # sequences that there is room for; what is left empty costs little
 FIXED_ROWS = 64
 DRAWN_BYTES = 64 << 20  # of scores: what has more is drawn by the host, row by row as needed
 
@@ -165,14 +166,14 @@ class CapturedSteps:
             self._drop()
             self._cache = cache
         rows = self._bucket(plan)
-        batch = BUCKET_OF[plan.batch]
-        step = self._steps.get((rows, min(batch, rows)))
+        batch = min(next(size for size in BATCHES if size >= plan.batch), cache.slots, rows)
+        step = self._steps.get((rows, batch))
         if step is not None and step.ready(top):
             return step
         self.first_of_its_kind = True
         try:
             with _on(self.model.device):
-                return self._capture(cache, rows, min(batch, rows), top)
+                return self._capture(cache, rows, batch, top)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError) and self.experts is None:
                 raise CapacityError(
