@@ -298,7 +298,7 @@ def batches() -> None:
         lm = demo(max_batch=size, compile=True)
         texts = prompts(lm, 48)[: 3 * 32]
         ratios, rates = [], []
-        for turn in range(7):
+        for turn in range(6):
             seconds = {}
             for strategy in ("none", "auto"):
                 lm.forget()
