@@ -197,8 +197,9 @@ def speed() -> None:
     every, some = texts, texts[:4] + texts[20:24]
     for compiled, texts in ((True, every), (False, some)):
         lm = demo(compile=compiled)
-        for strategy in ("none", "auto"):
-            run_all(lm, [every[0], every[-1]], 256, strategy=strategy)  # captures
+        for strategy in ("none", "auto"):  # captures, those for prompts among them
+            run_all(lm, texts, 4, strategy=strategy)
+            run_all(lm, [every[0], every[-1]], 256, strategy=strategy)
         rounds = [{s: run_all(lm, texts, 256, strategy=s) for s in ("none", "auto")} for _ in range(2)]
         natural = [is_natural(one.token_ids) for one in rounds[0]["none"]]
         mode = lm.engine.steps.name

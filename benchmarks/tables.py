@@ -52,7 +52,7 @@ def pair(row: dict[str, Any], name: str, form: str = ".2f") -> str:
     return f"{number(row.get(name), form)} / {number(row.get(f'natural_{name}'), form)}"
 
 
-def gpu_speed() -> str:
+def gpu_speed(section: str = "speed") -> str:
     return table(
         ("", "tokens/s, all / natural", "tokens/step, all / natural", "rows/step", "host µs/step"),
         (
@@ -63,7 +63,7 @@ def gpu_speed() -> str:
                 number(row.get("rows_per_step"), ".0f"),
                 number(row.get("host_microseconds"), ".0f"),
             )
-            for row in read("gpu")["speed"]
+            for row in read("gpu")[section]
             if "tokens_per_second" in row or "host_microseconds" in row
         ),
     )
@@ -79,6 +79,62 @@ def gpu_steps() -> str:
         return [f"{mode}, context {context:,}", *ms, number(mine[-1]["rows_64_over_1"])]
 
     return table(("", "1 row", "16 rows", "64 rows", "64 ÷ 1"), (line(*kind) for kind in kinds))
+
+
+def gpu_products() -> str:
+    return table(
+        ("one row times", "inputs × outputs", "ours", "cuBLAS", "ours ÷ cuBLAS"),
+        (
+            (
+                row["matrix"],
+                f"{row['inputs']:,} × {row['outputs']:,}",
+                f"{row['ours']:.1f}",
+                f"{row['cublas']:.1f}",
+                f"{row['ratio']:.2f}",
+            )
+            for row in read("gpu")["products"]
+        ),
+    )
+
+
+def gpu_batches() -> str:
+    return table(
+        (
+            "sequences",
+            "plain, tokens/s",
+            "`auto`, tokens/s",
+            "`auto` ÷ plain",
+            "tokens/step of a sequence",
+            "rows of one",
+        ),
+        (
+            (
+                str(row["batch"]),
+                f"{row['none_tokens_per_second']:,.0f}",
+                f"{row['auto_tokens_per_second']:,.0f}",
+                f"{row['ratio']:.2f}",
+                f"{row['tokens_per_step']:.2f}",
+                f"{row['rows_per_step']:.1f}",
+            )
+            for row in read("gpu")["batches"]
+        ),
+    )
+
+
+def gpu_sampled() -> str:
+    return table(
+        ("", "strategy", "drawn in graphs, tokens/s", "by the host, tokens/s", "graphs ÷ host"),
+        (
+            (
+                ", ".join(f"{name} {value}" for name, value in row["how"].items()),
+                row["strategy"],
+                f"{row['graphs']:.0f}",
+                f"{row['host']:.0f}",
+                f"{row['ratio']:.2f}",
+            )
+            for row in read("gpu")["sampled"]
+        ),
+    )
 
 
 def gpu_attention() -> str:
@@ -241,7 +297,11 @@ def bench() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "bench": bench,
     "gpu-speed": gpu_speed,
+    "gpu-speed-slower-host": lambda: gpu_speed("speed_slower_host"),
     "gpu-steps": gpu_steps,
+    "gpu-products": gpu_products,
+    "gpu-batches": gpu_batches,
+    "gpu-sampled": gpu_sampled,
     "gpu-attention": gpu_attention,
     "gpu-exactness": gpu_exactness,
     "lookahead-suites": lookahead_suites,

@@ -102,7 +102,7 @@ def test_large_layers_have_a_kernel_of_their_own_for_one_row(monkeypatch: pytest
             expected = step.forward(model.forward)
             with sisters.in_use():
                 found = step.forward(model.forward)
-        assert torch.allclose(found[0], expected[0], atol=0.05)
+        assert (found[0] - expected[0]).float().norm() < 0.02 * expected[0].float().norm()
         assert bool(called) == (rows == 1)
 
 
