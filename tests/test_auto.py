@@ -112,6 +112,17 @@ def test_the_time_of_the_host_is_paid_once_however_many_rows() -> None:
     assert max(len(rows.tree) for rows in seen) > 16
 
 
+def test_prompts_are_learned_while_guessing_rests() -> None:
+    """It may be asked for again, by this text or another."""
+    engine = Engine(BoundModel(model_of("llama")), costs=CostCurve({1: 1.0, 128: 1.0}))
+    pace = engine._paces[1] = Pace()
+    pace.guessing, pace._wait = False, 1 << 30
+    seen = rows_of(engine, [automatic(PROMPTS[4])])
+    assert all(len(rows.tree) == 0 for rows in seen)
+    learned = engine.memory.successors.tables.token_ids[:, 0] >= 0
+    assert set(np.flatnonzero(learned)) == set(PROMPTS[4])
+
+
 def test_where_rows_are_free_it_takes_them() -> None:
     engine = Engine(BoundModel(model_of("llama")), costs=CostCurve({1: 1.0, 128: 1.0}))
     engine.costs.refine = lambda *_: None  # type: ignore[method-assign, union-attr]

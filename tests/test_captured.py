@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -118,25 +119,31 @@ def test_kept_rows_are_moved_when_a_slot_changes_hands() -> None:
     assert again.token_ids == reference(model, longer, 12)
 
 
-def test_prompts_are_read_while_others_decode() -> None:
+@pytest.mark.parametrize("room", [512, 24])
+def test_prompts_are_read_while_others_decode(room: int) -> None:
     """And what moves into a gap brings along what is still to be moved among its cells."""
     model = tiny_model("llama", DTYPE)
     prompts, news = random_prompts(5, 9, 40, 7, 21, 30), [3, 17, 9, 21, 5, 8]
     expected = [reference(model, prompt, new) for prompt, new in zip(prompts, news, strict=True)]
     told = oracle([prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)])
     lm = packed_lm(model, max_batch=3)
-    kinds: list[set[bool]] = []
+    lm.engine.steps.room = replace(lm.engine.steps.room, rows=room)
+    mixed = 0
     start = lm.engine.steps.start
 
     def watched(plan: Plan, *rest: Any) -> Any:
-        kinds.append({rows.cached >= len(prompts[0]) and len(rows.chain) == 1 for rows in plan.sequences})
+        nonlocal mixed
+        assert plan.batch == len(lm.engine.active)  # nobody waits
+        assert sum(plan.lengths) <= room
+        reading = {len(rows.chain) > 1 for rows in plan.sequences}
+        mixed += len(reading) > 1
         return start(plan, *rest)
 
     lm.engine.steps.start = watched  # type: ignore[method-assign]
     for strategies in ((told,), ()):
         done = lm.engine.run([Request(p, n, strategies=strategies) for p, n in zip(prompts, news, strict=True)])
         assert [sequence.output for sequence in done] == expected
-    assert {True, False} in kinds
+    assert mixed > 5
 
 
 def test_fixed_rows_leave_the_root_to_a_step_of_its_own() -> None:

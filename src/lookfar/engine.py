@@ -162,15 +162,13 @@ class Engine:
         began = perf_counter()
         while self._waiting and len(self.active) < self.cache.slots:
             self._admit(*self._waiting.popleft())
-        group, first_slot = self._next_group()
+        group, first_slot, pieces = self._next_group()
         pace, reading = self._pace_of(group), any(sequence.uncached > 1 for sequence in group)
         guess = True
         if pace is not None:
             guess = pace.guessing if reading else pace.guess_next(self._plain_rate(group))
         overhead = pace.overhead if pace is not None else 0.0
-        plan = plan_step(
-            group, first_slot, self.prefill_rows, self.memory, self.costs, self.steps.room, guess, overhead
-        )
+        plan = plan_step(group, first_slot, pieces, self.memory, self.costs, self.steps.room, guess, overhead)
         planned = perf_counter()
         sampled = any(sequence.request.draws is not None for sequence in group)
         learning = (guess or reading) and any(sequence.wants_predictions for sequence in group)
@@ -233,16 +231,23 @@ class Engine:
         self.active.append(sequence)
         self._callers.append(call)
 
-    def _next_group(self) -> tuple[list[Sequence], int]:
-        """Neighbouring slots for one forward: all, if they decode or if nothing is padded; else some that read prompts,
-        as many as make one padded block of rows."""
+    def _next_group(self) -> tuple[list[Sequence], int, list[int]]:
+        """Neighbouring slots for one forward, and how many known tokens each of them may feed.
+
+        All, if they decode or if nothing is padded: prompts then share the rows that decoding leaves, the first one
+        first. Otherwise some that read prompts, as many as make one padded block of rows.
+        """
         start = next((i for i, sequence in enumerate(self.active) if sequence.uncached > 1), None)
         if start is None:
-            return self.active, 0
+            return self.active, 0, [1] * len(self.active)
         room = self.steps.room
-        fed = sum(min(sequence.uncached, self.prefill_rows) for sequence in self.active)
-        if room.packed and not room.fixed and (room.rows is None or fed <= room.rows):
-            return self.active, 0
+        if room.packed and not room.fixed and room.rows is not None and self.prefill_rows <= room.rows:
+            pieces, left = [], max(room.rows - len(self.active), 0)
+            for sequence in self.active:
+                more = min(sequence.uncached - 1, self.prefill_rows - 1, left)
+                pieces.append(1 + more)
+                left -= more
+            return self.active, 0, pieces
         end, widest = start, 0
         while end < len(self.active) and self.active[end].uncached > 1:
             widest = max(widest, min(self.active[end].uncached, self.prefill_rows))
@@ -251,7 +256,7 @@ class Engine:
             if end > start and widest * (end - start + 1) > self.prefill_rows:
                 break
             end += 1
-        return self.active[start:end], start
+        return self.active[start:end], start, [self.prefill_rows] * (end - start)
 
     def _advance(
         self, plan: Plan, place: int, sequence: Sequence, walk: Walk | None, answers: Answers, guess: bool

@@ -47,7 +47,7 @@ class Guesses:
 def plan_step(
     sequences: Seq[Sequence],
     first_slot: int,
-    prefill_rows: int,
+    pieces: Seq[int],
     memory: Memory,
     costs: CostCurve | None = None,
     room: Room = ANY_ROOM,
@@ -56,9 +56,10 @@ def plan_step(
 ) -> Plan:
     """Plan the next forward of sequences in neighbouring slots.
 
-    `overhead` is what a step with guesses takes besides the forward, in seconds: rows have to pay for it only once.
+    `pieces` says how many known tokens each of them may feed, which matters while it reads its prompt. `overhead` is
+    what a step with guesses takes besides the forward, in seconds: rows have to pay for it only once.
     """
-    chains = [plan_chain(sequence, prefill_rows, room.fixed) for sequence in sequences]
+    chains = [plan_chain(sequence, piece, room.fixed) for sequence, piece in zip(sequences, pieces, strict=True)]
     if not guess or not any(sequence.drafters for sequence in sequences):
         return Plan(chains, first_slot)
     proposals = [_propose(sequence, chain) for sequence, chain in zip(sequences, chains, strict=True)]
@@ -73,12 +74,12 @@ def plan_step(
     return Plan(chains, first_slot, guesses=guesses)
 
 
-def plan_chain(sequence: Sequence, prefill_rows: int, roots_alone: bool = False) -> SequencePlan:
+def plan_chain(sequence: Sequence, piece: int, roots_alone: bool = False) -> SequencePlan:
     """A piece of the prompt while much of it is left; otherwise the rest of it, at the least the root.
 
     With `roots_alone` the root comes in a step of its own, which emits tokens and reads no prompt.
     """
-    chain = sequence.chain(min(prefill_rows, max(sequence.uncached - 1, 1)) if roots_alone else prefill_rows)
+    chain = sequence.chain(min(piece, max(sequence.uncached - 1, 1)) if roots_alone else piece)
     learned = 0
     if sequence.wants_predictions:
         known = sequence.cached + len(chain)
