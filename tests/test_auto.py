@@ -19,6 +19,7 @@ from lookfar.answers import EagerSteps
 from lookfar.budget import CostCurve
 from lookfar.config import AUTO_ROWS, STRATEGIES, Strategy
 from lookfar.drafters.base import Drafter, Outcome, Proposal
+from lookfar.drafters.scripted import Scripted
 from lookfar.engine import Engine
 from lookfar.memory import Memory
 from lookfar.model import BoundModel
@@ -121,6 +122,30 @@ def test_prompts_are_learned_while_guessing_rests() -> None:
     assert all(len(rows.tree) == 0 for rows in seen)
     learned = engine.memory.successors.tables.token_ids[:, 0] >= 0
     assert set(np.flatnonzero(learned)) == set(PROMPTS[4])
+
+
+def test_steps_that_read_prompts_say_nothing_about_guessing() -> None:
+    engine = Engine(BoundModel(model_of("llama")), prefill_rows=8, costs=CostCurve({1: 1.0, 128: 1.0}))
+    pace, told = Pace(), []
+    engine._paces[1] = pace
+    pace.learn = lambda *arguments: told.append(arguments)  # type: ignore[method-assign]
+    seen = rows_of(engine, [automatic(PROMPTS[4])])
+    assert len(PROMPTS[4]) > 8
+    assert len(told) == len(seen) - 1  # the first of these also read the end of the prompt
+
+
+def test_a_strategy_chosen_by_hand_is_fed_beside_an_automatic_one() -> None:
+    engine = Engine(BoundModel(model_of("llama")), costs=CostCurve({1: 1.0, 2: 10.0, 128: 1000.0}))
+    told = Scripted(lambda ids: [[7, 8, 9]])
+    seen: list[int] = []
+
+    def keep(sequence, rows, tokens, seconds) -> None:  # type: ignore[no-untyped-def]
+        if sequence.index == 0 and len(engine.active) == 2 and sequence.remaining > 3:
+            seen.append(len(rows.tree))
+
+    engine.run([Request(PROMPTS[0], NEW, strategies=(told,)), automatic(PROMPTS[1])], on_step=keep)
+    assert len(seen) > 5
+    assert all(seen)  # however dear rows are
 
 
 def test_where_rows_are_free_it_takes_them() -> None:

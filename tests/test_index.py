@@ -37,6 +37,25 @@ def test_matches_in_the_own_text(text: list[int]) -> None:
         assert draft in [(text[place + 1 :] * 5)[:5] for place, known in expected.items() if known == length]
 
 
+def test_a_text_is_followed_as_it_is_extended_and_searched() -> None:
+    text = np.random.default_rng(0).integers(0, 50, 9000).tolist()
+    followed, other = TokenIndex(10000, (8, 4, 2, 1)), TokenIndex(10000, (8, 4, 2, 1))
+    for start, end in (
+        (0, 3),
+        (3, 4),
+        (4, 4000),
+        (4000, 4001),
+        (4001, 4200),
+        (4200, 9000),
+        (9000, 9000),
+    ):  # grows twice
+        other.extend(text[start:end])
+        expected = other.find(np.array(text[max(end - LONGEST, 0) : end], np.int32), limit=8, depth=6)
+        found = followed.follow(text[start:end], limit=8, depth=6)
+        assert followed.text.tolist() == text[:end]
+        assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
 def test_equal_matches_come_latest_first() -> None:
     index = TokenIndex(100, (2, 1))
     index.extend([1, 2, 30, 1, 2, 31, 1, 2])
