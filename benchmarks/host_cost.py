@@ -29,6 +29,7 @@ from lookfar.gpu.table import NEAR
 from lookfar.index import LONGEST
 from lookfar.memory import Memory
 from lookfar.sequence import Request
+from lookfar.stats import add_up
 from lookfar.store import Store
 from lookfar.tree import Plan
 
@@ -56,41 +57,45 @@ class MadeUpSteps:
     name, room, launching, first_of_its_kind = "made up", Room(512, NEAR, packed=True), 0.0, False
 
     def start(self, plan: Plan, cache: SlotCache, group: Any, top: int) -> Callable[[], Answers]:
-        tokens = plan.sequences[0].tokens
+        ids, values = zip(*(self.best_after(rows.tokens) for rows in plan.sequences), strict=True)
+        choices = [own[:, 0].astype(np.int64) for own in ids]
+        answers = Answers(np.arange(plan.width), choices, lambda *_: torch.empty(0), ids, values)
+        return lambda: answers
+
+    def best_after(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         logits = 10.0 - np.arange(8) + 3 * np.random.default_rng(len(tokens)).random((len(tokens), 8))
         best = np.argsort(-logits, 1)
         ids = np.take_along_axis(USUAL[tokens], best, 1).astype(np.int32)
-        values = np.take_along_axis(logits, best, 1).astype(np.float32)
-        everything = np.arange(len(tokens))
-        answers = Answers(everything, [ids[:, 0].astype(np.int64)], lambda *_: torch.empty(0), [ids], [values])
-        return lambda: answers
+        return ids, np.take_along_axis(logits, best, 1).astype(np.float32)
 
     def fed(self, plan: Plan) -> int:
-        return len(plan.sequences[0])
+        return sum(plan.lengths)
 
 
-def step_cost(budget: int, store: Store, steps: int = 200) -> dict[str, float]:
+def step_cost(budget: int, store: Store, steps: int = 200, sequences: int = 1) -> dict[str, float]:
     memory = Memory(VOCAB, store)
     model = SimpleNamespace(vocab_size=VOCAB, support=SimpleNamespace(max_positions=None, trees=True, tree_limit=None))
-    engine = Engine(model, 1, memory=memory, steps=MadeUpSteps())  # type: ignore[arg-type]
-    engine.cache = SlotCache(1, 2 * CONTEXT)
-    prompt = made_up_text(CONTEXT, seed=2).tolist()
-    request = Request(prompt, 10**6, strategies=parse_strategy("auto"), budget=budget, remember=False)
-    engine._admit(Call(), 0, request)
-    sequence = engine.active[0]
-    times = []
-    for step in range(steps + 40):
-        before = sequence.stats.host_seconds
+    engine = Engine(model, sequences, memory=memory, steps=MadeUpSteps())  # type: ignore[arg-type]
+    engine.cache = SlotCache(sequences, 2 * CONTEXT)
+    for number in range(sequences):
+        prompt = made_up_text(CONTEXT, seed=2 + 100 * number).tolist()
+        request = Request(prompt, 10**6, strategies=parse_strategy("auto"), budget=budget, remember=False)
+        engine._admit(Call(), number, request)
+    times: list[float] = []
+    while len(times) < steps + 40:
+        before = sum(sequence.stats.host_seconds for sequence in engine.active)
+        reading = any(sequence.uncached > 1 for sequence in engine.active)
         engine.step()
-        if step >= 40:
-            times.append(sequence.stats.host_seconds - before)
-    stats = sequence.stats
+        if not reading:
+            times.append(sum(sequence.stats.host_seconds for sequence in engine.active) - before)
+    total = add_up(sequence.stats for sequence in engine.active)
     return {
+        "sequences": sequences,
         "budget": budget,
-        "microseconds": 1e6 * float(np.median(times)),
-        "p95": 1e6 * float(np.percentile(times, 95)),
-        "rows": stats.rows_per_step,
-        "tokens_per_step": stats.tokens_per_step,
+        "microseconds": 1e6 * float(np.median(times[40:])),
+        "p95": 1e6 * float(np.percentile(times[40:], 95)),
+        "rows": total.rows_per_step,
+        "tokens_per_step": total.tokens_per_step,
     }
 
 
@@ -134,7 +139,7 @@ def main() -> None:
     store.learn([text[i : i + 500] for i in range(0, STORED, 500)])
     step_cost(16, store, 20)
     report = {
-        "steps": [step_cost(budget, store) for budget in (16, 64)],
+        "steps": [step_cost(16, store), step_cost(64, store), step_cost(8, store, sequences=32)],
         "look_ups": [look_ups(tokens) for tokens in (1_000, 100_000, 10_000_000)],
         "memory": memory(),
     }
