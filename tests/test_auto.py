@@ -113,15 +113,17 @@ def test_the_time_of_the_host_is_paid_once_however_many_rows() -> None:
     assert max(len(rows.tree) for rows in seen) > 16
 
 
-def test_prompts_are_learned_while_guessing_rests() -> None:
+@pytest.mark.parametrize("prefill_rows", [512, 3, 1])
+def test_prompts_are_learned_while_guessing_rests(prefill_rows: int) -> None:
     """It may be asked for again, by this text or another."""
-    engine = Engine(BoundModel(model_of("llama")), costs=CostCurve({1: 1.0, 128: 1.0}))
+    engine = Engine(BoundModel(model_of("llama")), prefill_rows=prefill_rows, costs=CostCurve({1: 1.0, 128: 1.0}))
     pace = engine._paces[1] = Pace()
     pace.guessing, pace._wait = False, 1 << 30
     seen = rows_of(engine, [automatic(PROMPTS[4])])
     assert all(len(rows.tree) == 0 for rows in seen)
     learned = engine.memory.successors.tables.token_ids[:, 0] >= 0
-    assert set(np.flatnonzero(learned)) == set(PROMPTS[4])
+    # What is read by a step of its own looks as if it was decoded.
+    assert set(np.flatnonzero(learned)) >= set(PROMPTS[4][:-1])
 
 
 def test_steps_that_read_prompts_say_nothing_about_guessing() -> None:

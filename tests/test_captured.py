@@ -135,15 +135,31 @@ def test_prompts_are_read_while_others_decode(room: int) -> None:
         nonlocal mixed
         assert plan.batch == len(lm.engine.active)  # nobody waits
         assert sum(plan.lengths) <= room
+        assert sum(len(rows.chain) - 1 for rows in plan.sequences) < 16  # the most rows of prompts
         reading = {len(rows.chain) > 1 for rows in plan.sequences}
         mixed += len(reading) > 1
         return start(plan, *rest)
 
     lm.engine.steps.start = watched  # type: ignore[method-assign]
-    for strategies in ((told,), ()):
+    for strategies in ((told,), (), (Lookahead(window=3, ngram=3, guesses=2),)):  # guesses, none, riders
         done = lm.engine.run([Request(p, n, strategies=strategies) for p, n in zip(prompts, news, strict=True)])
         assert [sequence.output for sequence in done] == expected
     assert mixed > 5
+
+
+def test_a_request_that_is_not_packed_is_not_padded_to_the_width_of_prompts() -> None:
+    model = tiny_model("llama", DTYPE)
+    prompts = random_prompts(40, 30, 35)
+    embeds = model.get_input_embeddings()(torch.tensor(prompts[1], device=model.device)).detach()
+    lm = packed_lm(model, max_batch=3)
+    fed: list[int] = []
+    start = lm.engine.steps.start
+    lm.engine.steps.start = lambda plan, *rest: fed.append(plan.batch * plan.width) or start(plan, *rest)  # type: ignore[method-assign,func-returns-value]
+    requests = [Request(prompt, 6) for prompt in prompts]
+    requests[1] = replace(requests[1], embeds=embeds)
+    done = lm.engine.run(requests)
+    assert [sequence.output for sequence in done] == [reference(model, prompt, 6) for prompt in prompts]
+    assert max(fed) <= 16
 
 
 def test_fixed_rows_leave_the_root_to_a_step_of_its_own() -> None:

@@ -201,6 +201,8 @@ class SlotCache(Cache):
     def clear(self) -> None:
         """Give the memory back. Layers know their cache, so it would wait for the garbage collector otherwise."""
         self.layers.clear()
+        self._moves.clear()
+        self.copy_cells = None
 
     @property
     def nbytes(self) -> int:

@@ -234,17 +234,23 @@ class Engine:
     def _next_group(self) -> tuple[list[Sequence], int, list[int]]:
         """Neighbouring slots for one forward, and how many known tokens each of them may feed.
 
-        All, if they decode or if nothing is padded: prompts then share the rows that decoding leaves, the first one
-        first. Otherwise some that read prompts, as many as make one padded block of rows.
+        All, if they decode or if nothing is padded: prompts then share `prefill_rows`, or what decoding leaves of a
+        step's room, the first one first. Otherwise some that read prompts, as many as make one padded block of rows.
         """
         start = next((i for i, sequence in enumerate(self.active) if sequence.uncached > 1), None)
         if start is None:
             return self.active, 0, [1] * len(self.active)
         room = self.steps.room
-        if room.packed and not room.fixed and room.rows is not None and self.prefill_rows <= room.rows:
-            pieces, left = [], max(room.rows - len(self.active), 0)
+        packed = room.packed and all(sequence.request.embeds is None for sequence in self.active)
+        if (
+            packed
+            and not room.fixed
+            and room.rows is not None
+            and room.rows >= max(self.prefill_rows, len(self.active))
+        ):
+            pieces, left = [], min(self.prefill_rows - 1, room.rows - len(self.active))
             for sequence in self.active:
-                more = min(sequence.uncached - 1, self.prefill_rows - 1, left)
+                more = min(sequence.uncached - 1, left)
                 pieces.append(1 + more)
                 left -= more
             return self.active, 0, pieces
@@ -275,7 +281,8 @@ class Engine:
             self._later.append(partial(self._learn, plan, place, sequence, walk))
             if walk.finish_reason is not None:
                 self._catch_up()  # its statistics are read now
-        if sequence.drafters and (guess or chain > 1 or sequence.finish_reason is not None):
+        reading = chain > 1 or not rows.complete
+        if sequence.drafters and (guess or reading or sequence.finish_reason is not None):
             self._tell(plan, place, sequence, before, tokens, accepted, answers)
         return kept
 

@@ -201,22 +201,23 @@ def _afford(
         riding = np.array([sum(map(len, of_one)) for of_one in riders], dtype=np.int32)
         bonus = float(memory.rider_value * np.count_nonzero(riding))
         if (riding <= room).all():
-            beside_riders = _fitting(owners, room - riding)
+            beside_riders = min(_fitting(owners, room - riding), most - int(riding.sum()))
     if None in budgets:  # chosen by hand, riders and all
-        return max(beside_riders, 0), beside_riders >= 0
+        return (beside_riders, True) if beside_riders >= 0 else (len(scores), False)
     if "auto" in budgets:
         assert costs is not None
         fixed = np.array([len(chain) for chain in chains], dtype=np.int32)
         widest = max(map(len, chains)) + max(sequence.request.extra_rows for sequence in sequences)
-        table = costs.table(len(sequences) * widest) + np.float32(overhead / costs.drift)
-        count, rate = best_count(scores, owners, fixed, table, 0.0, shape.packed)
+        rows = len(sequences) * widest
+        table = costs.table(rows if shape.rows is None else min(rows, shape.rows)) + np.float32(overhead / costs.drift)
+        silent = float(sum(not chain.complete for chain in chains))  # they read, and emit nothing
+        count, rate = best_count(scores, owners, fixed, table, -silent, shape.packed)
         if not rides or beside_riders < 0:
             return count, False
         other, its_rate = best_count(
-            scores[:beside_riders], owners[:beside_riders], fixed + riding, table, bonus, shape.packed
+            scores[:beside_riders], owners[:beside_riders], fixed + riding, table, bonus - silent, shape.packed
         )
         return (other, True) if its_rate > rate else (count, False)
-    beside_riders = min(beside_riders, most - int(riding.sum()))
     if beside_riders >= 0 and scores[:beside_riders].sum() + bonus > scores.sum():
         return beside_riders, True
     return len(scores), False

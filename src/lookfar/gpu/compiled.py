@@ -33,7 +33,7 @@ class CompiledLayers:
         if not self.layers:
             raise ConfigError(f"compile=True finds no repeated layers in {type(model).__name__}: leave it away.")
         self.model = model
-        self.turn: Callable[[int], None] = lambda layer: None  # called before each layer
+        self.turn: Callable[[int], None] = no_turn  # called before each layer
         run = {type(layer): torch.compile(type(layer).forward, dynamic=True, backend=backend) for layer in self.layers}
         self._forwards = [self._forward_of(n, layer, run[type(layer)]) for layer, n in numbered if n is not None]
 
@@ -50,6 +50,10 @@ class CompiledLayers:
         with forwards_replaced(self.layers, self._forwards), open_numbers, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice about float32, for which exactness is the point
             return self.model(**arguments)
+
+
+def no_turn(layer: int) -> None:
+    """Nobody needs to know whose turn it is."""
 
 
 def _number(layer: nn.Module) -> int | None:

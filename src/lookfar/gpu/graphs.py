@@ -14,7 +14,7 @@ from lookfar.answers import Answers, EagerSteps, Room
 from lookfar.cache import SlotCache
 from lookfar.errors import CapacityError, ConfigError, LookfarWarning, ModelError, first_sentence
 from lookfar.gpu.captured import CapturedStep
-from lookfar.gpu.compiled import CompiledLayers
+from lookfar.gpu.compiled import CompiledLayers, no_turn
 from lookfar.gpu.interface import NAME
 from lookfar.gpu.memory import cache_size, free_memory
 from lookfar.gpu.sisters import Sisters
@@ -106,6 +106,8 @@ class CapturedSteps:
         """Forget all captured steps: they belong to a cache that goes."""
         self._steps.clear()
         self._mover = self._pool = self._cache = None
+        if self.compiled is not None:
+            self.compiled.turn = no_turn
 
     @property
     def graph_bytes(self) -> int:
