@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import lookfar
 from conftest import random_prompts, reference
 from families import tiny_model
-from lookfar.answers import EagerSteps
+from lookfar.answers import EagerSteps, Room
 from lookfar.budget import CostCurve
 from lookfar.config import AUTO_ROWS, STRATEGIES, Strategy
 from lookfar.drafters.base import Drafter, Outcome, Proposal
@@ -24,7 +24,8 @@ from lookfar.engine import Engine
 from lookfar.memory import Memory
 from lookfar.model import BoundModel
 from lookfar.pace import Pace
-from lookfar.sequence import OnStep, Request
+from lookfar.planner import plan_step
+from lookfar.sequence import OnStep, Request, Sequence
 from lookfar.tree import SequencePlan
 
 PROMPTS = random_prompts(20, 33, 5, 1)
@@ -148,6 +149,25 @@ def test_a_strategy_chosen_by_hand_is_fed_beside_an_automatic_one() -> None:
     engine.run([Request(PROMPTS[0], NEW, strategies=(told,)), automatic(PROMPTS[1])], on_step=keep)
     assert len(seen) > 5
     assert all(seen)  # however dear rows are
+
+
+def test_a_sequence_that_reads_is_no_token_that_guesses_would_delay() -> None:
+    """One guess for one sequence, and a tenth more time: that pays if nobody else waits for a token."""
+    told, memory = Scripted(lambda ids: [[7]]), Memory(96)
+    costs = CostCurve({1: 1.0, 9: 1.0, 10: 1.1, 128: 100.0})
+    sequences = [
+        Sequence(Request(p, NEW, strategies=(told,), budget="auto"), i, memory) for i, p in enumerate(PROMPTS[:2])
+    ]
+    sequences[0].cached = len(PROMPTS[0]) - 1
+
+    def guesses(*pieces: int) -> int:
+        plan = plan_step(sequences, 0, pieces, memory, costs, Room(512, packed=True))
+        return sum(len(rows.tree) for rows in plan.sequences)
+
+    assert len(PROMPTS[1]) > 9
+    assert guesses(1, 8) == 1
+    sequences[1].cached = len(PROMPTS[1]) - 8  # the same rows, but the second one comes to its end
+    assert guesses(1, 8) == 0
 
 
 def test_where_rows_are_free_it_takes_them() -> None:
