@@ -43,6 +43,11 @@ def table(headings: Seq[str], rows: Iterable[Seq[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def of_columns(columns: dict[str, str], rows: Rows) -> str:
+    """A table of rows that have every figure: each heading with how its cells are written."""
+    return table(list(columns), ([cell.format(**row) for cell in columns.values()] for row in rows))
+
+
 def number(value: float | None, form: str = ".2f", unit: str = "") -> str:
     return "–" if value is None else f"{value:{form}}{unit}"
 
@@ -82,75 +87,52 @@ def gpu_steps() -> str:
 
 
 def gpu_products() -> str:
-    return table(
-        ("one row times", "inputs × outputs", "ours", "cuBLAS", "ours ÷ cuBLAS"),
-        (
-            (
-                row["matrix"],
-                f"{row['inputs']:,} × {row['outputs']:,}",
-                f"{row['ours']:.1f}",
-                f"{row['cublas']:.1f}",
-                f"{row['ratio']:.2f}",
-            )
-            for row in read("gpu")["products"]
-        ),
-    )
+    columns = {
+        "one row times": "{matrix}",
+        "inputs × outputs": "{inputs:,} × {outputs:,}",
+        "ours": "{ours:.1f}",
+        "cuBLAS": "{cublas:.1f}",
+        "ours ÷ cuBLAS": "{ratio:.2f}",
+    }
+    return of_columns(columns, read("gpu")["products"])
 
 
 def gpu_batches() -> str:
-    return table(
-        (
-            "sequences",
-            "plain, tokens/s",
-            "`auto`, tokens/s",
-            "`auto` ÷ plain",
-            "tokens/step of a sequence",
-            "rows of one",
-        ),
-        (
-            (
-                str(row["batch"]),
-                f"{row['none_tokens_per_second']:,.0f}",
-                f"{row['auto_tokens_per_second']:,.0f}",
-                f"{row['ratio']:.2f}",
-                f"{row['tokens_per_step']:.2f}",
-                f"{row['rows_per_step']:.1f}",
-            )
-            for row in read("gpu")["batches"]
-        ),
-    )
+    columns = {
+        "sequences": "{batch}",
+        "plain, tokens/s": "{none_tokens_per_second:,.0f}",
+        "`auto`, tokens/s": "{auto_tokens_per_second:,.0f}",
+        "`auto` ÷ plain": "{ratio:.2f}",
+        "tokens/step of a sequence": "{tokens_per_step:.2f}",
+        "rows of one": "{rows_per_step:.1f}",
+    }
+    return of_columns(columns, read("gpu")["batches"])
 
 
 def gpu_sampled() -> str:
-    return table(
-        ("", "strategy", "drawn in graphs, tokens/s", "by the host, tokens/s", "graphs ÷ host"),
-        (
-            (
-                ", ".join(f"{name} {value}" for name, value in row["how"].items()),
-                row["strategy"],
-                f"{row['graphs']:.0f}",
-                f"{row['host']:.0f}",
-                f"{row['ratio']:.2f}",
-            )
-            for row in read("gpu")["sampled"]
-        ),
-    )
+    columns = {
+        "": "{how}",
+        "strategy": "{strategy}",
+        "drawn in graphs, tokens/s": "{graphs:.0f}",
+        "by the host, tokens/s": "{host:.0f}",
+        "graphs ÷ host": "{ratio:.2f}",
+    }
+    rows = read("gpu")["sampled"]
+    told = [", ".join(f"{name} {value}" for name, value in row["how"].items()) for row in rows]
+    return of_columns(columns, [{**row, "how": how} for row, how in zip(rows, told, strict=True)])
 
 
 def gpu_attention() -> str:
-    return table(
-        ("heads", "context", "rows", "ours", "torch", "torch and repeating", "ours ÷ torch"),
-        (
-            (
-                row["heads"],
-                f"{row['context']:,}",
-                str(row["rows"]),
-                *(f"{row[who]:.1f}" for who in ("ours", "sdpa", "sdpa_and_repeat")),
-                f"{row['ratio']:.2f}",
-            )
-            for row in read("gpu")["attention"]
-        ),
-    )
+    columns = {
+        "heads": "{heads}",
+        "context": "{context:,}",
+        "rows": "{rows}",
+        "ours": "{ours:.1f}",
+        "torch": "{sdpa:.1f}",
+        "torch and repeating": "{sdpa_and_repeat:.1f}",
+        "ours ÷ torch": "{ratio:.2f}",
+    }
+    return of_columns(columns, read("gpu")["attention"])
 
 
 def gpu_exactness() -> str:
