@@ -10,28 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import lookfar
-from conftest import random_prompts, reference
 from families import tiny_model
+from helpers import byte_tokenizer, random_prompts, reference
 from lookfar.errors import CapacityError, ConfigError, ModelError, RequestError
 
 PROMPTS = random_prompts(12, 30, 5)
 NEW = 16
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, so that a character can be split over tokens and steps."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<s>": 0, "</s>": 1, **{letter: i + 2 for i, letter in enumerate(alphabet)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-    return fast
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +32,13 @@ def lm(tokenizer: PreTrainedTokenizerFast) -> lookfar.LM:
 
 
 def test_the_surface_is_what_it_says() -> None:
-    classes = {"LM", "Chunk", "Completion", "LookfarError", "Stats", "Store", "__version__", "load"}
+    main = {"LM", "Chunk", "Completion", "DraftStore", "Stats", "StepOutput", "Stream", "__version__", "bench", "load"}
     dropin = {"accelerate", "generate", "last_stats", "restore"}
     strategies = {"DraftModel", "Jacobi", "Lookahead", "PromptLookup", "Recycle", "Suffix", "Trie"}
-    assert set(lookfar.__all__) == classes | strategies | dropin | {"bench"}
+    drafters = {"DraftContext", "Drafter", "Outcome", "Predictions", "Proposal", "Strategy", "register"}
+    errors = {"CapacityError", "ConfigError", "DemoError", "LookfarError", "LookfarWarning", "ModelError"}
+    errors |= {"RequestError", "StoreError"}
+    assert set(lookfar.__all__) == main | dropin | strategies | drafters | errors
     assert all(getattr(lookfar, name) is not None for name in lookfar.__all__)
     assert dir(lookfar) == sorted(lookfar.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Lade'"):
@@ -218,7 +208,7 @@ def test_code_from_elsewhere_is_probed_before_it_is_trusted(llama: PreTrainedMod
     model.load_state_dict(llama.state_dict())
     model.generation_config.eos_token_id = None
     lm = lookfar.LM(model)
-    assert lm.engine.model.support.trees is trees
+    assert lm.engine.runner.model.support.trees is trees
     expected = [reference(model, prompt, NEW) for prompt in PROMPTS]
     if trees:
         done = lm.generate(PROMPTS, max_new_tokens=NEW)
@@ -273,7 +263,7 @@ def test_bad_models(saved: Path, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"dtype": "float13"}, "Unknown dtype 'float13'"),
-        ({"device": "gpu"}, "Device 'gpu' cannot be used here"),
+        ({"device": "gpu"}, "Device 'gpu' is not available"),
         ({"strategy": "magic"}, "Unknown strategy"),
         ({"max_batch": 0}, "max_batch must be"),
     ],
@@ -296,5 +286,5 @@ def test_a_model_without_a_generate_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(type(model), "can_generate", classmethod(lambda cls: False))
     assert lookfar.LM(model).generate([5, 6, 7], max_new_tokens=9).token_ids == expected
     for name, value in {"temperature": 0.5, "regex": "a", "logits_processor": [print]}.items():
-        with pytest.raises(RequestError, match=f"{name} needs a model with a generate of its own"):
+        with pytest.raises(RequestError, match=f"{name} needs a model with a generate method"):
             lookfar.LM(model).generate([5, 6, 7], **{name: value})

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lookfar
-from conftest import reference
+from helpers import reference
 
 pytestmark = pytest.mark.real
 
@@ -182,7 +182,7 @@ def python_blocks(page: str) -> list[str]:
 def test_examples_of_the_docs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every Python block of docs/generation.md runs, with what it takes for granted."""
     from lookfar.compat import lade
-    from lookfar.demo import demo_model
+    from lookfar.models.demo import demo_model
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("USE_LADE", raising=False)

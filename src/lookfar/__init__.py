@@ -7,27 +7,93 @@ from lookfar.version import __version__
 
 if TYPE_CHECKING:
     from lookfar import bench
-    from lookfar.config import DraftModel, Jacobi, Lookahead, PromptLookup, Recycle, Suffix, Trie
-    from lookfar.errors import LookfarError
-    from lookfar.integrations.attached import last_stats
-    from lookfar.integrations.transformers import accelerate, generate, restore
-    from lookfar.lm import LM, Chunk, Completion
+    from lookfar.drafters.base import DraftContext, Drafter, Outcome, Predictions, Proposal, Strategy
+    from lookfar.drafters.draft_model import DraftModel
+    from lookfar.drafters.jacobi import Jacobi
+    from lookfar.drafters.lookahead import Lookahead
+    from lookfar.drafters.prompt_lookup import PromptLookup
+    from lookfar.drafters.recycle import Recycle
+    from lookfar.drafters.registry import register
+    from lookfar.drafters.suffix import Suffix
+    from lookfar.drafters.trie import Trie
+    from lookfar.engine.outputs import StepOutput
+    from lookfar.engine.stats import Stats
+    from lookfar.errors import (
+        CapacityError,
+        ConfigError,
+        DemoError,
+        LookfarError,
+        LookfarWarning,
+        ModelError,
+        RequestError,
+        StoreError,
+    )
+    from lookfar.integrations.transformers.loop import accelerate, generate, restore
+    from lookfar.integrations.transformers.state import last_stats
+    from lookfar.lm import LM, Completion
     from lookfar.loading import load
-    from lookfar.stats import Stats
-    from lookfar.store import Store
+    from lookfar.retrieval.draft_store import DraftStore
+    from lookfar.streams import Chunk, Stream
+
+# Where each public name is defined. Names are imported on first use, so that `lookfar --help` does not wait for torch.
+_MODULES = {
+    "lm": ("LM", "Completion"),
+    "streams": ("Chunk", "Stream"),
+    "loading": ("load",),
+    "engine.outputs": ("StepOutput",),
+    "engine.stats": ("Stats",),
+    "retrieval.draft_store": ("DraftStore",),
+    "integrations.transformers.loop": ("accelerate", "generate", "restore"),
+    "integrations.transformers.state": ("last_stats",),
+    "drafters.base": ("DraftContext", "Drafter", "Outcome", "Predictions", "Proposal", "Strategy"),
+    "drafters.registry": ("register",),
+    "drafters.draft_model": ("DraftModel",),
+    "drafters.jacobi": ("Jacobi",),
+    "drafters.lookahead": ("Lookahead",),
+    "drafters.prompt_lookup": ("PromptLookup",),
+    "drafters.recycle": ("Recycle",),
+    "drafters.suffix": ("Suffix",),
+    "drafters.trie": ("Trie",),
+    "errors": (
+        "CapacityError",
+        "ConfigError",
+        "DemoError",
+        "LookfarError",
+        "LookfarWarning",
+        "ModelError",
+        "RequestError",
+        "StoreError",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "LM",
+    "CapacityError",
     "Chunk",
     "Completion",
+    "ConfigError",
+    "DemoError",
+    "DraftContext",
     "DraftModel",
+    "DraftStore",
+    "Drafter",
     "Jacobi",
     "Lookahead",
     "LookfarError",
+    "LookfarWarning",
+    "ModelError",
+    "Outcome",
+    "Predictions",
     "PromptLookup",
+    "Proposal",
     "Recycle",
+    "RequestError",
     "Stats",
-    "Store",
+    "StepOutput",
+    "StoreError",
+    "Strategy",
+    "Stream",
     "Suffix",
     "Trie",
     "__version__",
@@ -36,38 +102,17 @@ __all__ = [
     "generate",
     "last_stats",
     "load",
+    "register",
     "restore",
 ]
-
-# Looked up when first used, so that `lookfar --help` does not wait for torch.
-_HOME = {
-    "LM": "lm",
-    "Chunk": "lm",
-    "Completion": "lm",
-    "DraftModel": "config",
-    "Jacobi": "config",
-    "Lookahead": "config",
-    "LookfarError": "errors",
-    "PromptLookup": "config",
-    "Recycle": "config",
-    "Stats": "stats",
-    "Store": "store",
-    "Suffix": "config",
-    "Trie": "config",
-    "accelerate": "integrations.transformers",
-    "generate": "integrations.transformers",
-    "last_stats": "integrations.attached",
-    "load": "loading",
-    "restore": "integrations.transformers",
-}
 
 
 def __getattr__(name: str) -> Any:
     if name == "bench":
         return import_module("lookfar.bench")
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'lookfar' has no attribute {name!r}")
-    return getattr(import_module(f"lookfar.{_HOME[name]}"), name)
+    return getattr(import_module(f"lookfar.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

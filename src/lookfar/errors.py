@@ -1,8 +1,8 @@
-"""Everything lookfar raises or warns of on purpose. Each message is one sentence that says what to do."""
+"""The errors and warnings that lookfar raises on purpose. Each message is one sentence that says what to do."""
 
 
 class LookfarError(Exception):
-    """The base of every error raised by lookfar on purpose."""
+    """The base class of every error that lookfar raises on purpose."""
 
 
 class ConfigError(LookfarError, ValueError):
@@ -14,7 +14,7 @@ class RequestError(LookfarError, ValueError):
 
 
 class CapacityError(RequestError):
-    """A request does not fit the model's positions or the memory for its keys and values."""
+    """A request does not fit the model's positions or the memory of the KV cache."""
 
 
 class ModelError(LookfarError):
@@ -22,18 +22,18 @@ class ModelError(LookfarError):
 
 
 class DemoError(ModelError):
-    """The demo model cannot be fetched or converted."""
+    """The demo model cannot be downloaded or converted."""
 
 
 class StoreError(LookfarError):
-    """A store cannot be read, written or used with this model."""
+    """A draft store cannot be read, written or used with this model."""
 
 
 class LookfarWarning(UserWarning):
-    """Something works, but not as was asked."""
+    """Something works, but not in the way that was asked for."""
 
 
 def first_sentence(error: BaseException) -> str:
-    """The gist of somebody else's error message."""
+    """Return the first sentence of another library's error message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.split(". ")[0].rstrip(".:")

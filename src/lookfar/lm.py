@@ -1,39 +1,44 @@
-"""The public face: text at the edges, token ids inside."""
+"""`LM`: text at the edges, token ids inside."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Generator, Mapping, Sequence as Seq
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lookfar.config import Budget, Strategy, StrategySpec, check_budget, default_budget, parse_strategy
-from lookfar.engine import Engine
+from lookfar.drafters.base import Strategy
+from lookfar.drafters.grammar import forced_text
+from lookfar.drafters.registry import StrategySpec, parse_strategy
+from lookfar.engine.driver import Driver
+from lookfar.engine.engine import Engine, EngineConfig
+from lookfar.engine.fallback import FallbackStream, decode_with_transformers
+from lookfar.engine.outputs import RequestResult, StepOutput
+from lookfar.engine.request import FinishReason, KVOptions, Request
+from lookfar.engine.stats import Stats
 from lookfar.errors import LookfarWarning, ModelError, RequestError
-from lookfar.fallback import decode_plainly, stream_plainly
-from lookfar.generation import rules_for
-from lookfar.gpu import steps_for
-from lookfar.memory import Memory
-from lookfar.model import BoundModel
-from lookfar.noise import Draws, Noise
-from lookfar.probe import verifies_trees
-from lookfar.sequence import FinishReason, OnStep, OnTokens, Request, Sequence
-from lookfar.stats import Stats
-from lookfar.store import Store
-from lookfar.structured import forced_by
-from lookfar.text import GrowingText
+from lookfar.models.binding import BoundModel
+from lookfar.models.self_check import verifies_trees
+from lookfar.prompts import Messages, Prompt, as_prompts, chat_text, encode, ids_of
+from lookfar.retrieval.draft_store import DraftStore
+from lookfar.runners import create_runner
+from lookfar.sampling.noise import RandomStream, SamplingNoise
+from lookfar.sampling.params import GenerationRules, PromptRow, generation_rules
+from lookfar.sampling.sampler import SamplingParams
+from lookfar.speculation.draft_state import DraftState
+from lookfar.speculation.row_budget import Budget, check_budget, default_budget
+from lookfar.streams import OutputSource, Stream, noise_of
 
-Prompt = str | Seq[int]
+OnStep = Callable[[StepOutput], None]  # called after each step of a request that emitted tokens
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What came out of one prompt."""
+    """The answer to one prompt."""
 
     text: str  # without special tokens; empty when there is no tokenizer
     token_ids: list[int]  # as `model.generate` returns them, the stop token included
@@ -41,29 +46,16 @@ class Completion:
     stats: Stats
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """What one step added to one answer."""
-
-    text: str  # complete characters only; the pieces add up to the text of the completion
-    token_ids: list[int]
-    sources: list[str]  # who guessed each token; "model" for the one that the step decoded itself
-    step: int  # counted from 1
-    index: int  # which prompt of a list
-    finish_reason: FinishReason | None  # set in the last chunk of an answer
-    stats: Stats  # so far
-
-
 class LM:
     """A causal language model that decodes in fewer steps and returns what `model.generate` returns.
 
-    `strategy` is "auto" by default, every source of guesses that pays, with as many rows a step as were measured to pay
+    `strategy` is "auto" by default: every source of drafts that pays, with as many rows a step as were measured to pay
     on this machine (`budget="auto"`). `pack` keeps a packed copy of the linear weights for faster steps; by default on
-    a CPU in float32, if memory allows. On a CUDA device steps are captured as graphs where the model allows it
-    (`capture=None`); `compile` runs its layers through `torch.compile` under them, and `exact` makes the text
-    independent of what was guessed to the last bit, in half precision too (docs/gpu.md). `store` is a file of past
-    texts to guess from; with `remember`, answers are kept for guessing later ones, in this process. The model is put
-    into evaluation mode and otherwise left as it is.
+    a CPU in float32, if memory allows. On a CUDA device steps run as CUDA graphs where the model allows it
+    (`cuda_graphs=None`); `compile` also runs its layers through `torch.compile`, and `exact` makes the text bit-for-bit
+    independent of the drafts, in half precision too (docs/gpu.md). `store` is a file of past texts to draft from; with
+    `remember`, answers are kept for drafting later ones, in this process. The model is put into evaluation mode and
+    otherwise left as it is. An LM can be used from several threads: their requests share steps.
     """
 
     def __init__(
@@ -74,14 +66,14 @@ class LM:
         strategy: StrategySpec = "auto",
         budget: Budget = None,
         pack: bool | None = None,
-        capture: bool | None = None,
+        cuda_graphs: bool | None = None,
         compile: bool = False,
         exact: bool = False,
         store: str | os.PathLike[str] | None = None,
         remember: bool = True,
         max_batch: int = 8,
         max_length: int | None = None,
-        prefill_rows: int = 512,
+        prefill_chunk: int = 512,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise ModelError(
@@ -93,108 +85,89 @@ class LM:
         check_budget(budget)
         self.budget = budget
         self.remember = remember
+        config = EngineConfig(max_batch, max_length, prefill_chunk)
         bound = BoundModel(model, pack=pack)
         if bound.support.trees and not _is_stock(model) and not verifies_trees(bound):
-            reason = "its code does not follow the mask, positions and cache it is given"
-            bound.support = replace(bound.support, reason=reason)
-        memory = Memory(bound.vocab_size, Store(bound.vocab_size, tokenizer))
+            bound.refuse("its code does not follow the mask, positions and cache it is given")
+        state = self.new_draft_state(bound.vocab_size)
         if store is not None:
-            memory.store.load(store)
-        steps = steps_for(bound, capture, compile, exact)
-        self.engine = Engine(bound, max_batch, max_length, prefill_rows, memory, steps=steps)
-        self._warned = False
+            state.store.load(store)
+        self.engine = Engine(create_runner(bound, cuda_graphs, compile, exact), config, state)
+        self.driver = Driver(self.engine)
+        self._warned: set[str] = set()
 
     @property
     def device(self) -> torch.device:
-        return self.engine.model.device
+        return self.engine.runner.model.device
 
     @property
-    def store(self) -> Store:
-        """Past texts to guess from: `learn`, `save` and `load`."""
-        return self.engine.memory.store
+    def draft_state(self) -> DraftState:
+        """What past requests left to draft from. Requests use the one that is set when they are submitted."""
+        return self.engine.draft_state
+
+    @draft_state.setter
+    def draft_state(self, state: DraftState) -> None:
+        self.engine.draft_state = state
+
+    @property
+    def store(self) -> DraftStore:
+        """Past texts to draft from: `learn`, `save` and `load`."""
+        return self.draft_state.store
 
     def forget(self) -> None:
-        """Forget what past requests left to guess from, and what was loaded into the store."""
-        self.engine.memory = self.empty_memory()
+        """Forget what past requests left to draft from, and what was loaded into the store."""
+        self.draft_state = self.new_draft_state(self.draft_state.sources.vocab_size)
 
-    def empty_memory(self) -> Memory:
-        """What a fresh LM starts with."""
-        vocab_size = self.engine.model.vocab_size
-        return Memory(vocab_size, Store(vocab_size, self.tokenizer))
+    def new_draft_state(self, vocab_size: int) -> DraftState:
+        """Return the draft state that a new LM starts with."""
+        return DraftState(vocab_size, DraftStore(vocab_size, self.tokenizer))
 
     @overload
     def generate(self, prompt: str | list[int], **options: Any) -> Completion: ...
     @overload
     def generate(self, prompt: list[str] | list[list[int]], **options: Any) -> list[Completion]: ...
 
-    def generate(
-        self,
-        prompt: Any,
-        *,
-        on_tokens: OnTokens | None = None,
-        on_step: OnStep | None = None,
-        **options: Any,
-    ) -> Completion | list[Completion]:
+    def generate(self, prompt: Any, *, on_step: OnStep | None = None, **options: Any) -> Completion | list[Completion]:
         """Decode one prompt (text or token ids), or a list of them; greedily, unless an option asks for sampling.
 
         Options are those of `requests`: `max_new_tokens`, `strategy`, `seed`, … and every generation argument of
-        transformers. `on_tokens(sequence, tokens)` is called after each step that gave a sequence new tokens,
-        `on_step(sequence, rows, tokens, seconds)` with all that was fed too.
+        transformers. `on_step` is called in this thread with the output of each step.
         """
         requests, single = self.requests(prompt, **options)
-        done = self._run(requests, on_tokens, on_step)
-        settle(requests, [len(sequence.output) for sequence in done])
-        completions = [self._completion(sequence) for sequence in done]
+        completions = [self._completion(result) for result in self.run(requests, on_step)]
         return completions[0] if single else completions
 
-    def stream(self, prompt: Any, **options: Any) -> Generator[Chunk, None, None]:
-        """Decode as `generate` does, and yield what each step adds. Who stops reading (or closes it) ends the answer.
-
-        Chunks of several prompts come mixed, with the `index` of their prompt.
-        """
+    def stream(self, prompt: Any, **options: Any) -> Stream:
+        """Decode as `generate` does, and yield what each step adds."""
         requests, _ = self.requests(prompt, **options)
-        return self._stream(requests)
+        ours, others = self._split(requests)
+        sources: list[Callable[[], OutputSource]] = []
+        if ours:
+            sources.append(lambda: self.driver.submit(ours, stream=True))
+        if others:
+            sources.append(lambda: FallbackStream(self.model, others))
+        return Stream(requests, sources, self.tokenizer)
 
-    def chat(self, messages: Seq[Mapping[str, str]], **options: Any) -> Completion:
+    def chat(self, messages: Messages, **options: Any) -> Completion:
         """Answer a conversation, formatted with the tokenizer's chat template. Options as for `generate`."""
         return self.generate(self.chat_ids(messages), **options)
 
-    def chat_ids(self, messages: Seq[Mapping[str, str]]) -> list[int]:
-        """The token ids of a conversation, ready for the model's answer."""
+    def chat_ids(self, messages: Messages) -> list[int]:
+        """Return the token ids of a conversation, ready for the model's answer."""
         return self.template_ids(self.chat_text(messages))
 
-    def chat_text(self, messages: Seq[Mapping[str, str]]) -> str:
-        """A conversation in the tokenizer's chat template, ready for the model's answer."""
-        if self.tokenizer is None:
-            raise RequestError("chat needs a tokenizer: pass one to lookfar.LM(model, tokenizer).")
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError("This tokenizer has no chat template: use generate with a plain prompt.")
-        if not messages or not all("role" in message and "content" in message for message in messages):
-            raise RequestError('chat takes a list of messages like {"role": "user", "content": "Hello"}.')
-        return str(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+    def chat_text(self, messages: Messages) -> str:
+        """Return a conversation in the tokenizer's chat template, ready for the model's answer."""
+        return chat_text(messages, self.tokenizer)
 
     def template_ids(self, text: str) -> list[int]:
-        """The token ids of text that a chat template made, which brings its own special tokens."""
+        """Return the token ids of text that a chat template made, which has its own special tokens."""
         assert self.tokenizer is not None
-        return _ids_of(self.tokenizer(text, add_special_tokens=False, verbose=False))
+        return ids_of(self.tokenizer(text, add_special_tokens=False, verbose=False))
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, checked."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "A text prompt needs a tokenizer: pass one to LM(model, tokenizer), or give token ids."
-                )
-            prompt = _ids_of(self.tokenizer(prompt, verbose=False))
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
-            raise RequestError("A list of token ids holds whole numbers and nothing else.")
-        ids = list(prompt)
-        if not ids:
-            raise RequestError("The prompt is empty: give at least one token.")
-        vocab_size = self.engine.model.vocab_size
-        if bad := [token for token in ids if not 0 <= token < vocab_size]:
-            raise RequestError(f"Token id {bad[0]} is outside the vocabulary: ids go from 0 to {vocab_size - 1}.")
-        return ids
+        """Return the token ids of a prompt, checked."""
+        return encode(prompt, self.tokenizer, self.engine.runner.model.vocab_size)
 
     def requests(
         self,
@@ -208,149 +181,137 @@ class LM:
         reuse: bool = False,
         **arguments: Any,
     ) -> tuple[list[Request], bool]:
-        """What is asked of the engine for a prompt or a list of them, and whether it was one prompt.
+        """Return the requests for a prompt or a list of prompts, and whether it was one prompt.
 
-        `strategy` and `budget` replace those given when the LM was made. With sampling, `seed` or a `generator` gives
-        the tokens that `model.generate` gives after `torch.manual_seed(seed)`; without either, torch's own generator
-        is used and left as `generate` would leave it. `reuse` starts from the keys and values that an earlier answer
-        left behind, where the prompt goes on from its text. `json_schema`, `regex` or `grammar` (Lark) constrain the
-        answer; `presence_penalty` and `frequency_penalty` lower tokens that it already holds. All other arguments are
-        those of `model.generate`.
+        `strategy` and `budget` replace those of the LM. With sampling, `seed` or a `generator` gives the tokens that
+        `model.generate` gives after `torch.manual_seed(seed)`; without either, torch's own generator is used and left
+        as `generate` would leave it. `reuse` starts from the KV that an earlier answer left behind, where the prompt
+        continues its text. `json_schema`, `regex` or `grammar` (Lark) constrain the answer; `presence_penalty` and
+        `frequency_penalty` lower tokens that it already holds. All other arguments are those of `model.generate`.
         """
-        prompts, single = _as_prompts(prompt)
-        strategies, rows = self.how_to_guess(strategy, budget)
+        prompts, single = as_prompts(prompt)
+        strategies, rows = self.speculation_for(strategy, budget)
         if max_new_tokens is None and arguments.get("max_length") is None:
             max_new_tokens = 128
-        if seed is not None and generator is not None:
-            raise RequestError("Give a seed or a generator, not both.")
-        if seed is not None:
-            if isinstance(seed, bool) or not isinstance(seed, int):
-                raise RequestError(f"seed must be a whole number, not {seed!r}.")
-            generator = torch.Generator(self.device).manual_seed(seed)
-        noise: Noise | None = None
+        generator = _generator(seed, generator, self.device)
+        arguments = arguments | {"max_new_tokens": max_new_tokens}
+        noise: SamplingNoise | None = None
         requests = []
         for i, one in enumerate(prompts):
-            ids = self.encode(one)
-            asked = arguments | {"max_new_tokens": max_new_tokens}
-            rules = rules_for(self.model, self.tokenizer, ids, asked, i, len(prompts))
+            row = PromptRow(self.encode(one), i, len(prompts))
+            rules = generation_rules(self.model, self.tokenizer, row, arguments)
             if rules.do_sample and noise is None:
-                noise = Noise(len(prompts), self.device, generator)
-            request = Request(
-                ids,
-                rules.max_new_tokens,
-                rules.stop_ids,
-                strategies + forced_by(rules.processors or ()) if strategies else (),
-                budget=rows,
-                remember=self.remember,
-                processors=rules.processors,
-                criteria=rules.criteria,
-                draws=Draws(noise, i) if noise is not None else None,
-                reuse=reuse,
-            )
-            self.engine.check(request)
-            requests.append(request)
+                noise = SamplingNoise(len(prompts), self.device, generator)
+            requests.append(self._request(row, rules, noise, (strategies, rows), reuse))
         return requests, single
 
-    def how_to_guess(self, strategy: StrategySpec, budget: Budget) -> tuple[tuple[Strategy, ...], Budget]:
-        """The strategies and the budget of a call; what it leaves open is as it was when the LM was made."""
+    def _request(
+        self,
+        row: PromptRow,
+        rules: GenerationRules,
+        noise: SamplingNoise | None,
+        speculation: tuple[tuple[Strategy, ...], Budget],
+        reuse: bool,
+    ) -> Request:
+        strategies, budget = speculation
+        request = Request(
+            row.ids,
+            rules.max_new_tokens,
+            rules.stop_ids,
+            strategies + forced_text(rules.processors or ()) if strategies else (),
+            budget,
+            self.remember,
+            rules.criteria,
+            SamplingParams(rules.processors, RandomStream(noise, row.row) if noise is not None else None),
+            KVOptions(reuse=reuse),
+            self.draft_state,
+        )
+        self.engine.check(request)
+        return request
+
+    def speculation_for(self, strategy: StrategySpec, budget: Budget) -> tuple[tuple[Strategy, ...], Budget]:
+        """Return the strategies and the budget of a call; what it leaves open is the LM's."""
         strategies = self.strategy if strategy is None else parse_strategy(strategy)
         check_budget(budget)
         return strategies, budget or (self.budget if strategy is None else None) or default_budget(strategies)
 
-    def _run(self, requests: list[Request], on_tokens: OnTokens | None, on_step: OnStep | None) -> list[Sequence]:
-        """Decode with the engine what it can take, and the rest plainly with transformers."""
-        ours, plain = self._split(requests)
-        run = self.engine.run([requests[i] for i in ours], on_tokens, on_step) if ours else []
-        done = dict(zip(ours, run, strict=True))
-        for i in plain:
-            request = replace(requests[i], strategies=())
-            done[i] = decode_plainly(self.model, request, i, self.engine.memory, on_tokens)
-        return [done[i] for i in range(len(requests))]
-
-    def _stream(self, requests: list[Request]) -> Generator[Chunk, None, None]:
-        ours, plain = self._split(requests)
-        texts = [GrowingText(self.tokenizer) for _ in requests]
-        lengths = [0] * len(requests)
-
-        def chunk(sequence: Sequence, index: int, tokens: list[int], sources: list[str]) -> Chunk:
-            lengths[index] += len(tokens)
-            text = texts[index].add(tokens)
-            if sequence.finish_reason is not None:
-                text += texts[index].end()
-            stats = sequence.stats
-            return Chunk(text, tokens, sources, stats.steps, index, sequence.finish_reason, stats)
-
+    def run(self, requests: list[Request], on_step: OnStep | None = None) -> list[RequestResult]:
+        """Decode requests: with the engine what it can take, the rest with transformers."""
+        ours, others = self._split(requests)
+        noise, results = noise_of(requests), {}
         try:
             if ours:
-                with closing(self.engine.stream([requests[i] for i in ours])) as steps:
-                    for done in steps:
-                        yield chunk(done.sequence, ours[done.sequence.index], done.tokens, done.sources)
-            for i in plain:
-                request = replace(requests[i], strategies=())
-                with closing(stream_plainly(self.model, request, i, self.engine.memory)) as news:
-                    for sequence, tokens in news:
-                        yield (last := chunk(sequence, i, tokens, ["model"]))
-                if last.finish_reason is None:  # ended by a criterion, which is known after the token only
-                    yield chunk(sequence, i, [], [])
+                results = self._run_engine(ours, on_step)
+            for i, request in others.items():
+                results[i] = decode_with_transformers(self.model, request, i, on_step or (lambda _: None))
         finally:
-            settle(requests, lengths)
+            if noise is not None:
+                done = len(results) == len(requests)
+                noise.finish(max(len(result.token_ids) for result in results.values()) if done else None)
+        return [results[i] for i in range(len(requests))]
 
-    def _split(self, requests: list[Request]) -> tuple[list[int], list[int]]:
-        """Which requests the engine can take, and which transformers decodes."""
-        ours = [i for i, request in enumerate(requests) if self.engine.can_draft(request)]
-        plain = [i for i in range(len(requests)) if i not in ours]
-        for i in plain:
-            if requests[i].strategies:
-                self._warn(requests[i])
-        return ours, plain
+    def _run_engine(self, requests: dict[int, Request], on_step: OnStep | None) -> dict[int, RequestResult]:
+        submission = self.driver.submit(requests, stream=on_step is not None)
+        try:
+            if on_step is None:
+                return submission.results()
+            results = {}
+            for output in submission:
+                on_step(output)
+                if output.result is not None:
+                    results[output.index] = output.result
+            return results
+        finally:
+            submission.cancel()
 
-    def why_plain(self, request: Request) -> str:
-        """Why the engine cannot take a request."""
-        support = self.engine.model.support
+    def _split(self, requests: list[Request]) -> tuple[dict[int, Request], dict[int, Request]]:
+        """Return the requests that the engine can take and those for the fallback, by index."""
+        ours, others = {}, {}
+        for i, request in enumerate(requests):
+            reason = self.why_fallback(request)
+            if not reason:
+                ours[i] = request
+            else:
+                others[i] = replace(request, strategies=())
+                if request.strategies:
+                    self._warn(reason)
+        return ours, others
+
+    def why_fallback(self, request: Request) -> str:
+        """Return why transformers has to decode a request; empty if the engine can."""
+        support = self.engine.runner.model.support
+        if self.driver.is_current_thread:
+            return "it is called from inside a request of the same LM"
+        if torch.is_autocast_enabled(self.device.type):
+            return "autocast is on"
+        if self.engine.can_speculate(request):
+            return ""
         return support.reason or (
-            f"{request.length} tokens reach past {support.tree_limit}, where its rotary scaling sets in"
+            f"{request.max_length} tokens reach past {support.tree_limit}, where its rotary scaling sets in"
         )
 
-    def _warn(self, request: Request) -> None:
-        if not self._warned:
-            self._warned = True
-            name = self.engine.model.support.model_type
-            message = f"{name} decodes plainly, without guesses: {self.why_plain(request)}."
-            warnings.warn(message, LookfarWarning, stacklevel=5)
+    def _warn(self, reason: str) -> None:
+        """Warn once for each reason."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            name = self.engine.runner.model.support.model_type
+            warnings.warn(f"{name} decodes without speculation: {reason}.", LookfarWarning, stacklevel=5)
 
-    def _completion(self, sequence: Sequence) -> Completion:
-        output = sequence.output
+    def _completion(self, result: RequestResult) -> Completion:
+        output = result.token_ids
         text = self.tokenizer.decode(output, skip_special_tokens=True) if self.tokenizer is not None else ""
-        assert sequence.finish_reason is not None
-        return Completion(str(text), output, sequence.finish_reason, sequence.stats)
+        return Completion(str(text), output, result.finish_reason, result.stats)
 
 
-def _as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
-    """A prompt or a list of prompts → a list, and whether it was one."""
-    if isinstance(prompt, str):
-        return [prompt], True
-    try:
-        items = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-    except TypeError:
-        raise RequestError(
-            f"A prompt is a text, a list of token ids, or a list of those, not {type(prompt).__name__}."
-        ) from None
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        return [items], True
-    if all(isinstance(item, (str, list, tuple)) for item in items):
-        return items, False
-    raise RequestError("A list of prompts holds texts or lists of token ids, and nothing else.")
-
-
-def settle(requests: list[Request], lengths: list[int]) -> None:
-    """Leave the random generator where `generate` leaves it: it draws for all until the last one is done."""
-    if requests[0].draws is not None:
-        requests[0].draws.noise.settle(max(lengths))
-
-
-def _ids_of(encoded: Any) -> list[int]:
-    ids: list[int] = encoded.input_ids
-    return ids
+def _generator(seed: int | None, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
+    """Return the generator to sample with; None: torch's own."""
+    if seed is None:
+        return generator
+    if generator is not None:
+        raise RequestError("Give a seed or a generator, not both.")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise RequestError(f"seed must be a whole number, not {seed!r}.")
+    return torch.Generator(device).manual_seed(seed)
 
 
 def _is_stock(model: PreTrainedModel) -> bool:

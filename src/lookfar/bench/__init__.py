@@ -1,20 +1,20 @@
-"""How much faster is it, for this model on this machine? Measured side by side, with everything written down."""
+"""Benchmarks: how much faster, for this model on this machine, measured side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lookfar.bench.measure import Benchmark, methods_for
 from lookfar.bench.records import Results, Run
-from lookfar.bench.runner import contestants_for, run_all
 from lookfar.bench.suites import read_prompts, read_suite
 from lookfar.bench.summary import Line, summarize
-from lookfar.config import Budget, StrategySpec, parse_strategy
+from lookfar.drafters.registry import StrategySpec, parse_strategy
 from lookfar.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lookfar.lm import LM
+from lookfar.lm import LM
+from lookfar.loading import load
+from lookfar.speculation.row_budget import Budget
 
 __all__ = ["Line", "Results", "Run", "run", "summarize"]
 
@@ -36,11 +36,12 @@ def run(
     out: str | Path | None = None,
     **sampling: Any,
 ) -> Results:
-    """Decode the prompts of suites, or of a file, with every contestant in turn.
+    """Decode the prompts of suites, or of a file, with every method in turn.
 
-    `suites` are read from `data`, a directory of jsonl files, or from the hub. `baselines` are ways of transformers:
-    "generate", "prompt_lookup", and "assisted" with a `draft` model. Our own plain decoding always runs. What is in
-    the file `out` already is not measured again. Other arguments are for sampling: `temperature=0.7`, …
+    `suites` are read from `data`, a directory of jsonl files, or from the hub. `baselines` are modes of transformers:
+    "generate", "prompt_lookup", and "assisted" with a `draft` model. Our own decoding without speculation always runs.
+    Calls that the file `out` holds already are not measured again. Other arguments are for sampling:
+    `temperature=0.7`, …
     """
     whole = {"limit": limit, "max_new_tokens": max_new_tokens, "repeats": repeats}
     for name, value in whole.items():
@@ -56,12 +57,12 @@ def run(
         read = {name: read_suite(name, Path(data) if data is not None else None, limit) for name in suites}
     lm = _lm(model, max(batch))
     draft = _lm(draft, 1).model if isinstance(draft, str) else draft
-    contestants = contestants_for(lm, strategies, baselines, draft, budget, batch)
+    methods = methods_for(strategies, baselines, draft, budget, batch)
     settings = {
-        "model": Path(lm.model.config.name_or_path or lm.engine.model.support.model_type).name,
+        "model": Path(lm.model.config.name_or_path or lm.engine.runner.model.support.model_type).name,
         "dtype": str(lm.model.dtype).removeprefix("torch."),
         "device": lm.device.type,
-        "contestants": [one.name for one in contestants],
+        "methods": [method.name for method in methods],
         "strategies": [[repr(part) for part in parse_strategy(spec)] for spec in strategies],
         "budget": budget,
         "suites": {name: [prompt.id for prompt in found] for name, found in read.items()},
@@ -70,23 +71,19 @@ def run(
         "repeats": repeats,
         "sampling": sampling,
     }
-    return run_all(
+    benchmark = Benchmark(
         lm,
         read,
-        contestants,
-        max_new_tokens=max_new_tokens,
-        batches=batch,
-        repeats=repeats,
-        sampling=sampling,
-        settings=settings,
-        out=Path(out) if out is not None else None,
+        methods,
+        max_new_tokens,
+        batch,
+        repeats,
+        sampling,
+        settings,
+        Path(out) if out is not None else None,
     )
+    return benchmark.run()
 
 
 def _lm(model: LM | str, batch: int) -> LM:
-    from lookfar.lm import LM
-    from lookfar.loading import load
-
-    if isinstance(model, LM):
-        return model
-    return load(model, max_batch=batch)
+    return model if isinstance(model, LM) else load(model, max_batch=batch)

@@ -1,4 +1,4 @@
-"""The drawings of docs/how-it-works.md, made from what decodes: `python -m lookfar.bench.drawings docs/img`."""
+"""The drawings of docs/how-it-works.md, made with the decoding code: `python -m lookfar.bench.drawings docs/img`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from lookfar.bench.plots import STYLE, colour_of
-from lookfar.config import Lookahead
+from lookfar.core.plan import RequestPlan, StepPlan
+from lookfar.core.tree import NO_TREE, DraftTree
 from lookfar.drafters.base import Outcome
-from lookfar.drafters.lookahead import LookaheadDrafter
-from lookfar.tree import NO_TREE, Plan, SequencePlan, TokenTree
+from lookfar.drafters.lookahead import Lookahead, LookaheadDrafter
 
 CELL, GAP = 24, 6
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "lay", "hat", "dog")
-EXAMPLE = TokenTree.of([[1, 2, 3, 4], [1, 6, 3], [8, 2]])
+EXAMPLE = DraftTree.from_paths([[1, 2, 3, 4], [1, 6, 3], [8, 2]])
 
 
 def svg(width: float, height: float, title: str, parts: Seq[str]) -> str:
@@ -31,8 +31,8 @@ def text(x: float, y: float, words: str, anchor: str = "middle", kind: str = "in
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def tree(of: TokenTree = EXAMPLE, accepted: Seq[int] = (0, 1, 2)) -> str:
-    """Guesses after a root, shared beginnings drawn once; what the model chose is filled."""
+def tree(of: DraftTree = EXAMPLE, accepted: Seq[int] = (0, 1, 2)) -> str:
+    """Draw the draft tree of a step: shared prefixes once, accepted nodes filled."""
     across, down = 96, 44
     leaves = 0
     rows: dict[int, float] = {}
@@ -60,12 +60,12 @@ def tree(of: TokenTree = EXAMPLE, accepted: Seq[int] = (0, 1, 2)) -> str:
         word = WORDS[int(of.tokens[node])] if node >= 0 else WORDS[0]
         parts.append(f'<text x="{x}" y="{y + 4}" text-anchor="middle" fill="{ink}">{word}</text>')
     width = 110 + int(of.depths.max()) * across
-    return svg(width, leaves * down + 26, "A tree of guesses", parts)
+    return svg(width, leaves * down + 26, "A draft tree", parts)
 
 
-def mask(plan: SequencePlan, names: Seq[str], cached: int = 3) -> str:
-    """Which row (down) sees which key (across): cached tokens first, then the rows of the step."""
-    visible = Plan([plan]).visible[0]
+def mask(plan: RequestPlan, names: Seq[str], cached: int = 3) -> str:
+    """Draw which row (down) sees which key (across): cached tokens first, then the rows of the step."""
+    visible = StepPlan([plan]).visible[0]
     rows = len(plan)
     left, top = 92.0, 74.0
     parts = []
@@ -80,18 +80,20 @@ def mask(plan: SequencePlan, names: Seq[str], cached: int = 3) -> str:
         words = f"text {c + 1}" if c < cached else names[c - cached]
         x = left + c * (CELL + 2) + 16
         parts.append(f'<text class="dim" transform="translate({x},{top - 8}) rotate(-50)">{escape(words)}</text>')
-    return svg(left + (cached + rows) * (CELL + 2) + 40, top + rows * (CELL + 2) + 8, "Who sees whom in a step", parts)
+    return svg(
+        left + (cached + rows) * (CELL + 2) + 40, top + rows * (CELL + 2) + 8, "The attention mask of a step", parts
+    )
 
 
 def window(width: int = 5, ngram: int = 4) -> str:
-    """A full lookahead window: positions across, levels down. Dots: rows whose answers end an n-gram."""
+    """Draw a full lookahead window: positions across, levels down. Dots: rows whose choices end an n-gram."""
     prompt = list(range(3, 30))
     drafter = LookaheadDrafter(Lookahead(window=width, ngram=ngram, guesses=0, from_prompt=False), prompt)
-    for step in range(ngram - 2):  # the warm-up adds a level each time
-        answers = np.full(sum(map(len, drafter.levels)), step, np.int64)
-        drafter.observe(prompt, Outcome([step], NO_TREE, np.zeros(1, np.int64), answers))
+    for step in range(ngram - 2):  # the warm-up adds a level in each step
+        choices = np.full(sum(map(len, drafter.levels)), step, np.int64)
+        drafter.observe(prompt, Outcome([step], NO_TREE, np.zeros(1, np.int64), choices))
     rows = drafter.window_rows()
-    parts = [text(10, 22, "positions after the root →", "start", "dim")]
+    parts = [text(10, 22, "positions after the last token →", "start", "dim")]
 
     def square(position: int, level: int, fill: str, dot: bool) -> None:
         x, y = 10 + position * (CELL + GAP), 36 + level * (CELL + GAP)
@@ -110,8 +112,8 @@ def window(width: int = 5, ngram: int = 4) -> str:
 
 
 def every() -> dict[str, str]:
-    """File name → drawing."""
-    step = SequencePlan(np.array([0]), 3, tree=EXAMPLE)
+    """Return all drawings by file name."""
+    step = RequestPlan(np.array([0]), 3, tree=EXAMPLE)
     names = ["the", *(WORDS[token] for token in EXAMPLE.tokens)]
     return {"tree.svg": tree(), "mask.svg": mask(step, names), "window.svg": window()}
 

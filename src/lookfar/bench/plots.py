@@ -1,9 +1,10 @@
-"""Small charts as SVG text, for pages and docs. They carry their own colours, and adapt to dark pages."""
+"""Small charts as SVG, for pages and docs. They bring their own colours and adapt to dark pages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
 from html import escape
 
 COLOURS = ("#3b82f6", "#f59e0b", "#14b8a6", "#a855f7", "#ef4444", "#84cc16", "#ec4899", "#64748b")
@@ -14,19 +15,21 @@ STYLE = """<style>
 text{font:12px system-ui,sans-serif}.title{font-size:14px;font-weight:600}</style>"""
 
 
+@dataclass(frozen=True)
+class Axes:
+    """The names of the axes, whether x is logarithmic, and where y begins."""
+
+    x_name: str = ""
+    y_name: str = ""
+    log: bool = False
+    base: float = 0.0
+
+
 class Chart:
     """A frame with axes; marks are added in data coordinates."""
 
-    def __init__(
-        self,
-        title: str,
-        x: tuple[float, float],
-        y: tuple[float, float],
-        x_name: str = "",
-        y_name: str = "",
-        log: bool = False,
-    ) -> None:
-        self.title, self.log = title, log
+    def __init__(self, title: str, x: tuple[float, float], y: tuple[float, float], axes: Axes) -> None:
+        self.title, self.log = title, axes.log
         self.x_range, self.y_range = x, (y[0], y[1] if y[1] > y[0] else y[0] + 1)
         self.parts: list[str] = []
         for value in ticks(*self.y_range):
@@ -35,10 +38,10 @@ class Chart:
             self.text(LEFT - 6, at + 4, short(value), "end", "dim")
         bottom = HEIGHT - BOTTOM
         self.parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
-        if x_name:
-            self.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 22, x_name, "middle", "dim")
-        if y_name:
-            self.text(LEFT - 44, TOP - 8, y_name, "start", "dim")
+        if axes.x_name:
+            self.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 22, axes.x_name, "middle", "dim")
+        if axes.y_name:
+            self.text(LEFT - 44, TOP - 8, axes.y_name, "start", "dim")
 
     def x(self, value: float) -> float:
         low, high = self.x_range
@@ -54,7 +57,7 @@ class Chart:
         self.parts.append(f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>')
 
     def bar(self, left: float, right: float, value: float, colour: str, hint: str) -> None:
-        """A bar between two places in pixels."""
+        """Draw a bar between two places in pixels."""
         top, base = self.y(value), self.y(max(self.y_range[0], 0))
         self.parts.append(
             f'<rect x="{left:.1f}" y="{min(top, base):.1f}" width="{max(right - left, 0.5):.1f}" '
@@ -89,10 +92,10 @@ class Chart:
 
 
 def bars(title: str, groups: Mapping[str, Mapping[str, float]], y_name: str = "", mark: float | None = None) -> str:
-    """One group of bars for each key; a dashed line at `mark`."""
+    """Draw one group of bars for each key, and a dashed line at `mark`."""
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
     highest = max((v for values in groups.values() for v in values.values()), default=1.0)
-    chart = Chart(title, (0, 1), (0, 1.1 * max(highest, mark or 0)), y_name=y_name)
+    chart = Chart(title, (0, 1), (0, 1.1 * max(highest, mark or 0)), Axes(y_name=y_name))
     room = (WIDTH - LEFT - RIGHT) / max(len(groups), 1)
     each = 0.8 * room / max(len(names), 1)
     for g, (group, values) in enumerate(groups.items()):
@@ -101,7 +104,7 @@ def bars(title: str, groups: Mapping[str, Mapping[str, float]], y_name: str = ""
             if name in values:
                 left = start + i * each
                 chart.bar(left, left + 0.92 * each, values[name], colour_of(i), f"{group}, {name}: {values[name]:.3g}")
-                if each > 24:  # narrower bars tell their values to the pointer only
+                if each > 24:  # narrower bars show their values on hover only
                     chart.text(left + each / 2, chart.y(values[name]) - 4, f"{values[name]:.2f}", "middle", "dim")
         chart.text(start + 0.4 * room, HEIGHT - BOTTOM + 16, group, "middle")
     if mark is not None:
@@ -116,25 +119,23 @@ def bars(title: str, groups: Mapping[str, Mapping[str, float]], y_name: str = ""
 def lines(
     title: str,
     series: Mapping[str, Seq[tuple[float, float]]],
-    x_name: str = "",
-    y_name: str = "",
-    log: bool = False,
+    axes: Axes = Axes(),  # noqa: B008
     dots: bool = True,
     mark: float | None = None,
-    beside: Seq[Seq[tuple[float, float]]] = (),
-    base: float = 0.0,
+    dashed: Seq[Seq[tuple[float, float]]] = (),
 ) -> str:
-    """Lines over a common axis, from `base` up; one upright at `mark`, dashed ones `beside` them in their colours."""
-    points = [point for line in (*series.values(), *beside) for point in line]
+    """Draw lines over common axes, an upright line at `mark`, and `dashed` lines in the colours of the others."""
+    points = [point for line in (*series.values(), *dashed) for point in line]
     if not points:
         return ""
     xs, highest = sorted({x for x, _ in points}), max(y for _, y in points)
-    chart = Chart(title, (xs[0], xs[-1]), (base, base + 1.08 * (highest - base)), x_name, y_name, log)
+    base, log = axes.base, axes.log
+    chart = Chart(title, (xs[0], xs[-1]), (base, base + 1.08 * (highest - base)), axes)
     powers = [2.0**i for i in range(math.ceil(math.log2(xs[0])), math.floor(math.log2(xs[-1])) + 1)] if log else []
     chart.x_ticks(powers or ticks(xs[0], xs[-1]))
     for i, line in enumerate(series.values()):
         chart.line(line, colour_of(i), dots)
-    for i, line in enumerate(beside):
+    for i, line in enumerate(dashed):
         chart.line(line, colour_of(i), dots=False, dash="5 4")
     if mark is not None:
         at = chart.x(mark)
@@ -151,7 +152,7 @@ def colour_of(number: int) -> str:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers between two."""
+    """Return round numbers between two."""
     span = (high - low) or 1.0
     step = 10 ** math.floor(math.log10(span / about))
     step *= next(m for m in (1, 2, 5, 10) if span / (step * m) <= about)

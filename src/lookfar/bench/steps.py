@@ -1,4 +1,4 @@
-"""What a step costs by its rows: for a model, or for random weights of a known shape."""
+"""The cost of a step by its rows: for a model, or for random weights of a known shape."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from markupsafe import Markup
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
-from lookfar.answers import Steps
-from lookfar.cache import SlotCache
-from lookfar.costs import tree_plan
+from lookfar.bench import plots
+from lookfar.bench.plots import Axes
+from lookfar.core.progress import progress_bar
+from lookfar.engine.costs import tree_plan
 from lookfar.errors import CapacityError, ConfigError
-from lookfar.progress import bar
-from lookfar.successors import TOP
+from lookfar.kvcache.slots import SlotKVCache
+from lookfar.models.self_check import one_slot
+from lookfar.pages import render
+from lookfar.runners.base import ModelRunner
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 512, 2048)
-FLAT = 1.2  # a step may cost so many times what one row costs and still count as flat
-PATIENCE = 1.0  # seconds for one point, after which one measurement has to do
+FLAT = 1.2  # a step that costs at most this many times one row counts as flat
+MAX_SECONDS = 1.0  # spent on one point
 
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-3-8b": lambda: LlamaConfig(
@@ -62,26 +66,26 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Milliseconds of a step, and what bounds them."""
+    """Milliseconds of a step, and their lower bound."""
 
     model: str
     device: str
-    steps: str  # how they were run
+    runner: str  # how steps were run
     milliseconds: dict[int, dict[int, float]]  # context → rows → milliseconds
     weight_bytes: int  # read by every step
-    bandwidth: float  # bytes a second, measured
+    bandwidth: float  # bytes per second, measured
 
     @property
     def floor(self) -> float:
-        """Milliseconds that reading the weights takes."""
+        """The milliseconds that reading the weights takes."""
         return 1e3 * self.weight_bytes / self.bandwidth
 
     def share(self, context: int) -> float:
-        """How much of the floor one row reaches; 1 would be the floor itself."""
+        """Return the floor divided by the time of one row; 1 is the best possible."""
         return self.floor / self.milliseconds[context][1]
 
     def critical(self, context: int) -> int:
-        """The most rows that still cost about what one row does."""
+        """Return the most rows that cost about as much as one row."""
         curve = self.milliseconds[context]
         return max(rows for rows, cost in curve.items() if cost <= FLAT * curve[1])
 
@@ -93,57 +97,73 @@ class StepCosts:
 
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model with random weights: a known shape, or a config file."""
+    """Return a model with random weights: a known shape, or a config file."""
     if shape in SHAPES:
         config = SHAPES[shape]()
     elif Path(shape).exists():
         try:
             config = AutoConfig.from_pretrained(shape)
         except Exception as error:
-            raise ConfigError(f"{shape} is no config that transformers can read.") from error
+            raise ConfigError(f"{shape} is not a config that transformers can read.") from error
     else:
         raise ConfigError(f"Unknown shape {shape!r}: use {', '.join(SHAPES)}, or a config file.")
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device), bar(f"Making random weights of {shape}"):
+        with torch.device(device), progress_bar(f"Making random weights of {shape}"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     finally:
         torch.set_default_dtype(before)
     return model.eval()
 
 
-def measure_steps(steps: Steps, name: str, contexts: Seq[int] = CONTEXTS, rows: Seq[int] = ROWS) -> StepCosts:
+def measure_steps(runner: ModelRunner, name: str, contexts: Seq[int] = CONTEXTS, rows: Seq[int] = ROWS) -> StepCosts:
     """Time steps in the shape of a tree, after contexts of several lengths."""
-    model = steps.model
-    most = steps.room.rows or max(rows)
+    model = runner.model
+    most = runner.limits.rows or max(rows)
     sizes = [n for n in rows if n <= most]
     limit = model.support.max_positions
     contexts = [c for c in contexts if limit is None or c + max(sizes) <= limit]
     if not contexts or 1 not in sizes:
         raise ConfigError(f"The model has positions for {limit} tokens only: give smaller contexts.")
     try:
-        cache = SlotCache(1, -(-(max(contexts) + max(sizes)) // 64) * 64)
+        cache = one_slot(-(-(max(contexts) + max(sizes)) // 64) * 64)
         found: dict[int, dict[int, float]] = {}
-        with bar("Measuring steps", len(contexts) * len(sizes)) as advance:
+        with progress_bar("Measuring steps", len(contexts) * len(sizes)) as advance:
             for context in contexts:
                 found[context] = {}
                 for size in sizes:
-                    found[context][size] = 1e3 * _seconds(partial(_step, steps, cache, size, context))
+                    found[context][size] = 1e3 * _seconds(partial(_step, runner, cache, size, context))
                     advance(1)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise CapacityError("There is no memory for these steps: give a smaller shape or contexts.") from error
     on_gpu = model.device.type == "cuda"
     device = torch.cuda.get_device_name(model.device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
-    return StepCosts(name, device, steps.name, found, weight_bytes(model.model), bandwidth(model.device))
+    return StepCosts(name, device, runner.name, found, weight_bytes(model.model), bandwidth(model.device))
 
 
-def _step(steps: Steps, cache: SlotCache, rows: int, context: int) -> None:
-    steps.start(tree_plan(rows, context, steps.model.vocab_size), cache, (), TOP)()
+def steps_page(costs: StepCosts) -> str:
+    """Return a self-contained page with the curve and the table."""
+    series = {f"context {c}": [(float(r), ms) for r, ms in curve.items()] for c, curve in costs.milliseconds.items()}
+    curves = list(costs.milliseconds.values())
+    return render(
+        "steps.html",
+        model=costs.model,
+        runner=costs.runner,
+        device=costs.device,
+        floor=f"{costs.floor:.2f}",
+        chart=Markup(plots.lines(f"A step of {costs.model}", series, Axes("rows", "ms", log=True))),
+        contexts=list(costs.milliseconds),
+        rows=[[rows, *(f"{curve[rows]:.2f}" for curve in curves)] for rows in curves[0]],
+    )
+
+
+def _step(runner: ModelRunner, cache: SlotKVCache, rows: int, context: int) -> None:
+    runner.launch(tree_plan(rows, context, runner.model.vocab_size), cache).result()
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """What a step reads of the weights: all of them, but of an input embedding that is no output one nearly nothing."""
+    """Return the bytes of weights that a step reads: all but an input embedding that is not the output one too."""
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -151,17 +171,17 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that the device reads from its memory."""
+    """Return the bytes per second that the device reads from its memory."""
     size = (4 << 30) if device.type == "cuda" else (512 << 20)
     block = torch.ones(size // 4, device=device)
     return size / _seconds(lambda: float(block.sum()))
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """The median of up to seven, after one to warm up."""
+    """Return the median time of up to seven runs, after a warm-up."""
     run()
     times: list[float] = []
-    while len(times) < 7 and sum(times) < PATIENCE:
+    while len(times) < 7 and sum(times) < MAX_SECONDS:
         began = perf_counter()
         run()
         times.append(perf_counter() - began)

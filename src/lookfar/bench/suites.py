@@ -1,4 +1,4 @@
-"""Prompts to measure with: suites by name, from a directory of jsonl files or from the hub, or any file of your own."""
+"""Prompts to measure with: suites from a directory of jsonl files or from the hub, or a file of prompts."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lookfar.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lookfar.lm import LM
+from lookfar.lm import LM
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: a user's message for a chat template, or a text to go on with."""
+    """One prompt: a user's message for a chat template, or a text to continue."""
 
     id: str
     text: str
     chat: bool
 
     def ids(self, lm: LM) -> list[int]:
-        """Its tokens. Models without a chat template take messages as they are."""
+        """Return its token ids. Models without a chat template get messages as they are."""
         if self.chat and getattr(lm.tokenizer, "chat_template", None):
             return lm.chat_ids([{"role": "user", "content": self.text}])
         return lm.encode(self.text)
@@ -32,7 +30,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class HubSuite:
-    """Where a suite is on the hub, and how a row becomes a prompt."""
+    """Where a suite is on the hub, and how one of its rows becomes a prompt."""
 
     path: str
     split: str
@@ -61,7 +59,7 @@ HUB = {
 
 
 def read_suite(name: str, data: Path | None, limit: int) -> list[Prompt]:
-    """The first prompts of a suite: `data/NAME.jsonl` if a directory is given, otherwise from the hub."""
+    """Return the first prompts of a suite: from `data/NAME.jsonl` if a directory is given, otherwise from the hub."""
     if data is not None:
         path = data / f"{name}.jsonl"
         if not path.is_file():
@@ -83,7 +81,7 @@ def read_suite(name: str, data: Path | None, limit: int) -> list[Prompt]:
 
 
 def read_prompts(path: Path, limit: int) -> list[Prompt]:
-    """Prompts of a file: jsonl with `prompt` or `turns` (and perhaps `id` and `format`), or one message a line."""
+    """Return the prompts of a file: jsonl with `prompt` or `turns` (and perhaps `id`, `format`), or one per line."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -98,7 +96,7 @@ def read_prompts(path: Path, limit: int) -> list[Prompt]:
             item = json.loads(line)
             text = item["turns"][0] if "turns" in item else item["prompt"]
         except (ValueError, KeyError, IndexError, TypeError):
-            raise ConfigError(f'Line {number} of {path} is no object like {{"prompt": "…"}}.') from None
+            raise ConfigError(f'Line {number} of {path} is not an object like {{"prompt": "…"}}.') from None
         if not isinstance(text, str) or not text:
             raise ConfigError(f"Line {number} of {path} has no prompt.")
         prompts.append(Prompt(str(item.get("id", name)), text, item.get("format", "chat") == "chat"))

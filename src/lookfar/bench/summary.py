@@ -1,4 +1,4 @@
-"""Runs → the numbers of a table. Times are medians over repeats; everything can be recomputed from the file."""
+"""Records → the numbers of a table. Times are medians over repeats."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from statistics import median
 import numpy as np
 
 from lookfar.bench.records import Results, Run
-from lookfar.choose import first_difference
-from lookfar.stats import is_natural
+from lookfar.core.ids import first_difference
+from lookfar.engine.stats import is_natural
 
-REFERENCES = ("hf generate", "none")  # whose outputs count as right, the first that ran
+REFERENCES = ("hf generate", "none")  # methods whose outputs are the reference: the first that ran
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an output parts from the reference's."""
+    """The place where an output first differs from the reference."""
 
     prompt: str
     token: int
@@ -25,23 +25,23 @@ class Difference:
 
 @dataclass(frozen=True)
 class Line:
-    """One contestant on one suite with one batch size."""
+    """One method on one suite with one batch size."""
 
     suite: str
-    contestant: str
+    method: str
     batch: int
     outputs: int
     natural: int  # of those outputs
     tokens_per_second: float
-    over_plain: float | None  # speed-up over our own plain decoding, None if that did not run
+    over_plain: float | None  # speed-up over decoding without speculation; None if that did not run
     over_generate: float | None
     over_plain_natural: float | None
     tokens_per_step: float
     tokens_per_step_natural: float | None
-    rows_per_step: float | None  # None where transformers does not tell
-    acceptance: dict[str, float]  # source → share of its guesses that were accepted
+    rows_per_step: float | None  # None where transformers does not report them
+    acceptance: dict[str, float]  # source → share of its draft tokens that were accepted
     first_token: float
-    latency_p50: float  # seconds a token: a step's time over its tokens
+    latency_p50: float  # seconds per token: the time of a step over its tokens
     latency_p95: float
     peak_bytes: int
     identical: int
@@ -49,18 +49,18 @@ class Line:
 
 
 def summarize(results: Results) -> list[Line]:
-    """A line for each suite, batch size and contestant, in the order in which they were asked for."""
+    """Return a line for each suite, batch size and method, in the order in which they were asked for."""
     groups = dict.fromkeys((run.suite, run.batch) for run in results.runs)
-    ran = {(run.suite, run.batch, run.contestant) for run in results.runs}
-    kinds = [(*group, name) for group in groups for name in results.settings["contestants"]]
+    ran = {(run.suite, run.batch, run.method) for run in results.runs}
+    kinds = [(*group, name) for group in groups for name in results.settings["methods"]]
     return [_line(results, *kind) for kind in kinds if kind in ran]
 
 
-def _line(results: Results, suite: str, batch: int, contestant: str) -> Line:
+def _line(results: Results, suite: str, batch: int, method: str) -> Line:
     def of(name: str) -> list[Run]:
-        return [r for r in results.runs if (r.suite, r.batch, r.contestant) == (suite, batch, name)]
+        return [r for r in results.runs if (r.suite, r.batch, r.method) == (suite, batch, name)]
 
-    runs = of(contestant)
+    runs = of(method)
     right = next((found for name in REFERENCES if (found := of(name))), runs)
     outputs = outputs_of(right)
     natural = {prompt for prompt, output in outputs.items() if is_natural(output)}
@@ -76,7 +76,7 @@ def _line(results: Results, suite: str, batch: int, contestant: str) -> Line:
     plain, generate = of("none"), of("hf generate")
     return Line(
         suite=suite,
-        contestant=contestant,
+        method=method,
         batch=batch,
         outputs=len(outputs_of(runs)),
         natural=len(natural),
@@ -98,12 +98,12 @@ def _line(results: Results, suite: str, batch: int, contestant: str) -> Line:
 
 
 def outputs_of(runs: Iterable[Run]) -> dict[str, list[int]]:
-    """Prompt → output, of the first repeat."""
+    """Return the output of each prompt, of the first repeat."""
     return {p: o for run in runs if run.repeat == 0 for p, o in zip(run.prompts, run.outputs, strict=True)}
 
 
 def total(runs: Iterable[Run]) -> float:
-    """Seconds for all prompts once: for each call the median over its repeats."""
+    """Return the seconds for all prompts once: for each call the median over its repeats."""
     by_call: dict[tuple[str, ...], list[float]] = {}
     for run in runs:
         by_call.setdefault(tuple(run.prompts), []).append(run.seconds)
@@ -129,10 +129,10 @@ def acceptance(runs: Iterable[Run]) -> dict[str, float]:
 
 
 def by_depth(runs: Iterable[Run]) -> dict[str, list[tuple[int, int]]]:
-    """Source → by depth: guesses fed and accepted."""
+    """Return for each source, by depth, the draft tokens that were verified and accepted."""
     added: dict[str, list[tuple[int, int]]] = {}
     for run in runs:
-        for source, depths in run.guesses.items():
+        for source, depths in run.drafts.items():
             mine = added.setdefault(source, [])
             mine += [(0, 0)] * (len(depths) - len(mine))
             for i, (fed, right) in enumerate(depths):

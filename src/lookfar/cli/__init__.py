@@ -62,6 +62,6 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("LOOKFAR_DEBUG"):
             raise
-        gist = (str(error).splitlines() or [""])[0]
-        say("Error", f"{type(error).__name__}: {gist} (set LOOKFAR_DEBUG=1 to see where)", "bold red")
+        first_line = (str(error).splitlines() or [""])[0]
+        say("Error", f"{type(error).__name__}: {first_line} (set LOOKFAR_DEBUG=1 for the traceback)", "bold red")
         sys.exit(1)

@@ -1,9 +1,9 @@
-"""What `generate` and `chat` share: an answer on the screen while it is decoded, and what it took."""
+"""What `generate` and `chat` share: printing an answer while it is decoded, and its summary."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
 from threading import Event, current_thread, main_thread
@@ -12,50 +12,52 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from lookfar.cli.steps import COLOURS
+from lookfar.cli.colours import COLOURS
 
 if TYPE_CHECKING:
-    from lookfar.lm import Chunk
-    from lookfar.stats import Stats
+    from lookfar.engine.stats import Stats
+    from lookfar.streams import Chunk, Stream
 
 
-def show_answer(chunks: Generator[Chunk, None, None], out: Console) -> tuple[str, Chunk | None, bool]:
+def show_answer(
+    stream: Stream, out: Console, on_chunk: Callable[[Chunk], None] = lambda _: None
+) -> tuple[str, Chunk | None, bool]:
     """Print an answer as it comes. Returns its text, its last chunk, and whether Ctrl-C stopped it."""
     text, last = "", None
     colours = cycle(COLOURS)
-    with _interrupts() as interrupted:
-        for chunk in chunks:
+    with stream, _interrupts() as interrupted:
+        for chunk in stream:
+            on_chunk(chunk)
             out.print(Text(chunk.text, style=next(colours)), end="", soft_wrap=True)
             text, last = text + chunk.text, chunk
             if interrupted.is_set():
                 break
-        chunks.close()  # frees the slot, and keeps what is in it for the next turn
     out.print()
     return text, last, interrupted.is_set()
 
 
 def summary(stats: Stats) -> str:
     return (
-        f"{stats.tokens} tokens in {stats.steps} steps: {stats.tokens_per_step:.2f} tokens a step, "
-        f"{stats.rows_per_step:.1f} rows a step, {stats.tokens_per_second:.1f} tokens/s"
+        f"{stats.tokens} tokens in {stats.steps} steps: {stats.tokens_per_step:.2f} tokens per step, "
+        f"{stats.rows_per_step:.1f} rows per step, {stats.tokens_per_second:.1f} tokens/s"
     )
 
 
 @contextmanager
 def _interrupts() -> Iterator[Event]:
-    """Ctrl-C is noted between two steps instead of breaking one off; a second one ends the program as usual."""
-    noted = Event()
+    """Record Ctrl-C, to stop after the present chunk; a second Ctrl-C ends the program as usual."""
+    pressed = Event()
     if current_thread() is not main_thread():
-        yield noted
+        yield pressed
         return
     before = signal.getsignal(signal.SIGINT)
 
-    def note(number: int, frame: object) -> None:
-        noted.set()
+    def record(number: int, frame: object) -> None:
+        pressed.set()
         signal.signal(signal.SIGINT, before)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, record)
     try:
-        yield noted
+        yield pressed
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,10 +1,10 @@
-"""`lookfar bench`: how much faster, with every number written down. `lookfar bench steps`: what a step costs."""
+"""`lookfar bench`: how much faster it is. `lookfar bench steps`: the cost of a step."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +12,10 @@ from rich.table import Table
 
 from lookfar.cli import options
 from lookfar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lookfar.bench.summary import Line
+    from lookfar.lm import LM
 
 Suites = Annotated[
     str | None,
@@ -21,22 +25,22 @@ Suites = Annotated[
     ),
 ]
 Data = Annotated[
-    Path | None, typer.Option(help="A directory with NAME.jsonl for each suite; otherwise the hub is asked.")
+    Path | None, typer.Option(help="A directory with NAME.jsonl for each suite; otherwise they come from the hub.")
 ]
-Prompts = Annotated[Path | None, typer.Option(help="A file of prompts instead: jsonl, or one a line.")]
+Prompts = Annotated[Path | None, typer.Option(help="A file of prompts instead: jsonl, or one per line.")]
 Strategies = Annotated[str, typer.Option("--strategies", help="Strategies to measure, joined by commas.")]
 Baselines = Annotated[
     str, typer.Option(help="Of transformers: generate, prompt_lookup, assisted; joined by commas, or none.")
 ]
 Draft = Annotated[str | None, typer.Option(help="The draft model for assisted.")]
 Limit = Annotated[int, typer.Option(help="Prompts of each suite.")]
-Batch = Annotated[str, typer.Option(help="How many prompts at once; several sizes joined by commas.")]
-Repeats = Annotated[int, typer.Option(help="Measure this often, in turn; times are medians.")]
-Out = Annotated[Path, typer.Option(help="The file of all records. A run that was interrupted goes on from it.")]
+Batch = Annotated[str, typer.Option(help="Prompts at once; several sizes joined by commas.")]
+Repeats = Annotated[int, typer.Option(help="Measure this often; times are medians.")]
+Out = Annotated[Path, typer.Option(help="The file of all records. An interrupted benchmark is resumed from it.")]
 Html = Annotated[Path | None, typer.Option(help="Write the report as a page.")]
 
 
-app = typer.Typer(invoke_without_command=True, help="Measure: how much faster, and what a step costs.")
+app = typer.Typer(invoke_without_command=True, help="Measure how much faster it is, and the cost of a step.")
 
 
 @app.callback()
@@ -67,11 +71,11 @@ def bench(
     out: Out = Path("bench.json"),
     html: Html = None,
 ) -> None:
-    """Decode prompts plainly, with strategies and with transformers, in turn: how fast, and are the texts identical?"""
+    """Decode prompts with strategies and with transformers, in turn: how fast, and are the texts identical?"""
     if context.invoked_subcommand is not None:
         return
     from lookfar import bench as measuring
-    from lookfar.bench.page import BRIEF, brief, page
+    from lookfar.bench.page import page
     from lookfar.loading import load
 
     options.check_page(html)
@@ -97,27 +101,29 @@ def bench(
         out=out,
         **sampling,
     )
-    table = Table(*BRIEF, box=None, header_style="bold")
-    lines = measuring.summarize(results)
+    _show(measuring.summarize(results))
+    if html is not None:
+        options.write_page(html, page(results))
+    page_note = f", the page in {html}" if html else ""
+    Console(highlight=False).print(f"[dim]{len(results.runs)} runs in {out}{page_note}[/]")
+
+
+def _show(lines: list[Line]) -> None:
+    """Print the table of a benchmark, and where outputs differ."""
+    from lookfar.bench.page import TERMINAL_HEADINGS, terminal_row
+
+    table = Table(*TERMINAL_HEADINGS, box=None, header_style="bold")
     shown = None
     for line in lines:
         if (line.suite, line.batch) != shown:
             shown = line.suite, line.batch
             table.add_row(f"[bold]{line.suite}[/]" + (f" in batches of {line.batch}" if line.batch > 1 else ""))
-        table.add_row(*brief(line))
-    console = Console(highlight=False)
-    console.print(table)
+        table.add_row(*terminal_row(line))
+    Console(highlight=False).print(table)
     for line in lines:
-        if line.first_difference is not None:
-            where = line.first_difference
-            options.say(
-                "Note",
-                f"{line.contestant} on {line.suite}: {where.prompt} differs from token {where.token} on.",
-                "yellow",
-            )
-    if html is not None:
-        options.write_page(html, page(results))
-    console.print(f"[dim]{len(results.runs)} runs in {out}{f', the page in {html}' if html else ''}[/]")
+        if (where := line.first_difference) is not None:
+            sentence = f"{line.method} on {line.suite}: {where.prompt} differs from token {where.token} on."
+            options.say("Note", sentence, "yellow")
 
 
 @app.command()
@@ -134,12 +140,8 @@ def steps(
     html: Html = None,
     as_json: options.Json = False,
 ) -> None:
-    """Milliseconds of a step with 1 to 256 rows, how many rows are nearly free, and how near it is to the floor."""
-    import torch
-
-    from lookfar.bench import plots
-    from lookfar.bench.steps import measure_steps, random_model
-    from lookfar.lm import LM
+    """Measure the milliseconds of a step with 1 to 256 rows, and how many rows are nearly free."""
+    from lookfar.bench.steps import measure_steps, steps_page
     from lookfar.loading import load
 
     options.check_page(html)
@@ -147,26 +149,16 @@ def steps(
     if (model is None) == (shape is None):
         raise ConfigError("Give --model NAME or --shape NAME, one of the two.")
     if shape is not None:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        kind = getattr(torch, dtype or ("bfloat16" if place.type == "cuda" else "float32"), None)
-        if not isinstance(kind, torch.dtype):
-            raise ConfigError(f"Unknown dtype {dtype!r}: use float32, float16 or bfloat16.")
-        lm = LM(random_model(shape, place, kind), compile=compile, exact=exact)
+        lm = _random_lm(shape, device, dtype, compile, exact)
     else:
-        assert model is not None
-        lm = load(model, device=device, dtype=dtype, compile=compile, exact=exact)
-    found = measure_steps(lm.engine.steps, shape or str(model), lengths)
+        lm = load(str(model), device=device, dtype=dtype, compile=compile, exact=exact)
+    found = measure_steps(lm.engine.runner, shape or str(model), lengths)
     if html is not None:
-        series = {
-            f"context {c}": [(float(r), ms) for r, ms in curve.items()] for c, curve in found.milliseconds.items()
-        }
-        chart = plots.lines(f"A step of {found.model}", series, "rows", "ms", log=True)
-        head = '<!doctype html><meta charset="utf-8"><title>lookfar bench steps</title>'
-        options.write_page(html, head + chart)
+        options.write_page(html, steps_page(found))
     if as_json:
         print(json.dumps(found.as_dict()))
         return
-    table = Table("rows", *(f"{n} before" for n in found.milliseconds), box=None, header_style="bold")
+    table = Table("rows", *(f"after {n} tokens" for n in found.milliseconds), box=None, header_style="bold")
     for rows in next(iter(found.milliseconds.values())):
         table.add_row(str(rows), *(f"{curve[rows]:.2f} ms" for curve in found.milliseconds.values()))
     table.add_row("nearly free", *(f"{found.critical(c)} rows" for c in found.milliseconds))
@@ -174,9 +166,22 @@ def steps(
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        f"[dim]{found.model}, {found.steps} steps on {found.device}. The floor is {found.floor:.2f} ms: "
+        f"[dim]{found.model}, {found.runner} on {found.device}. The floor is {found.floor:.2f} ms: "
         f"{found.weight_bytes / 1e9:.2f} GB of weights at {found.bandwidth / 1e9:.0f} GB/s, measured.[/]"
     )
+
+
+def _random_lm(shape: str, device: str | None, dtype: str | None, compile: bool, exact: bool) -> LM:
+    import torch
+
+    from lookfar.bench.steps import random_model
+    from lookfar.lm import LM
+
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    kind = getattr(torch, dtype or ("bfloat16" if place.type == "cuda" else "float32"), None)
+    if not isinstance(kind, torch.dtype):
+        raise ConfigError(f"Unknown dtype {dtype!r}: use float32, float16 or bfloat16.")
+    return LM(random_model(shape, place, kind), compile=compile, exact=exact)
 
 
 def _numbers(text: str, option: str = "--batch") -> list[int]:

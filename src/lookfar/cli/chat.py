@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,11 +16,12 @@ from lookfar.cli import options
 from lookfar.errors import LookfarError
 
 if TYPE_CHECKING:
-    from lookfar.config import StrategySpec
-    from lookfar.lm import LM, Chunk
-    from lookfar.stats import Stats
+    from lookfar.drafters.registry import StrategySpec
+    from lookfar.engine.stats import Stats
+    from lookfar.lm import LM
+    from lookfar.streams import Chunk
 
-System = Annotated[str | None, typer.Option(help="What the model is told before the conversation.")]
+System = Annotated[str | None, typer.Option(help="The system message.")]
 
 
 def chat(
@@ -47,8 +48,8 @@ def chat(
     """Talk with MODEL. Ctrl-C stops an answer, /help shows the commands, Ctrl-D or /exit ends it."""
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     sampling = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
-    lm = options.load_model(model, device, dtype, max_length, store, pack, compile, exact)
-    lm.chat_ids([{"role": "user", "content": "Hi"}])  # a model that cannot chat says so before anything is typed
+    lm = options.load_model(model, options.ModelOptions(device, dtype, max_length, store, pack, compile, exact))
+    lm.chat_ids([{"role": "user", "content": "Hi"}])  # fails now if the model has no chat template
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  arrow keys and history while typing
     talk = Conversation(lm, system, {"max_new_tokens": max_new_tokens, "budget": rows, **sampling}, chosen)
@@ -69,7 +70,7 @@ def chat(
 
 
 class Conversation:
-    """The messages so far, and what can be done with them."""
+    """The messages so far, and the commands of the chat."""
 
     def __init__(self, lm: LM, system: str | None, generation: dict[str, Any], strategy: StrategySpec) -> None:
         self.lm = lm
@@ -79,17 +80,17 @@ class Conversation:
         self.generation = generation
         self.strategy = strategy
         self.answers: list[tuple[Stats, float]] = []  # each with the seconds to its first token
-        self.known: tuple[list[int], str] = [], ""  # what the model has read and said so far, as tokens and as text
+        self.known: tuple[list[int], str] = [], ""  # what the model has read and written, as tokens and as text
         self.commands: dict[str, tuple[Callable[[str], None], str]] = {
-            "/speed": (self.speed, "what every answer took"),
-            "/strategy": (self.change_strategy, "NAME: guess in another way, e.g. none, suffix, auto"),
+            "/speed": (self.speed, "the speed of every answer"),
+            "/strategy": (self.change_strategy, "NAME: draft in another way, e.g. none, suffix, auto"),
             "/save": (self.save, "FILE: write the conversation as JSON"),
-            "/reset": (self.reset, "begin a new conversation"),
+            "/reset": (self.reset, "start a new conversation"),
             "/help": (self.help, "this list"),
         }
 
     def take(self, line: str) -> None:
-        """A command or a message; a mistake is one sentence and the conversation goes on."""
+        """Run a command or answer a message; a mistake is one sentence and the conversation goes on."""
         name, _, rest = line.partition(" ")
         try:
             if name in self.commands:
@@ -109,17 +110,14 @@ class Conversation:
         prompt = self._ids(rendered)
         emitted: list[int] = []
         began, first = perf_counter(), 0.0
-        chunks = self.lm.stream(prompt, strategy=self.strategy, reuse=True, **self._next_generation())
+        stream = self.lm.stream(prompt, strategy=self.strategy, reuse=True, **self._next_generation())
 
-        def watched() -> Generator[Chunk, None, None]:
+        def collect(chunk: Chunk) -> None:
             nonlocal first
-            with contextlib.closing(chunks):
-                for chunk in chunks:
-                    first = first or perf_counter() - began
-                    emitted.extend(chunk.token_ids)
-                    yield chunk
+            first = first or perf_counter() - began
+            emitted.extend(chunk.token_ids)
 
-        text, last, stopped = show_answer(watched(), self.out)
+        text, last, stopped = show_answer(stream, self.out, collect)
         if last is None:
             return
         assert self.lm.tokenizer is not None
@@ -132,9 +130,9 @@ class Conversation:
         self.out.print(f"[dim]{line}[/]", soft_wrap=True)
 
     def _ids(self, rendered: str) -> list[int]:
-        """The conversation's tokens: those that were read and emitted so far, and what is new.
+        """Return the conversation's tokens: those that were read and emitted so far, and the new ones.
 
-        Split anew, an answer may come out as other tokens than the model's own, and would have to be read again.
+        Tokenized again, an answer may become other tokens than the model's own, and would have to be prefilled again.
         """
         ids, text = self.known
         if text and rendered.startswith(text):
@@ -142,7 +140,7 @@ class Conversation:
         return self.lm.template_ids(rendered)
 
     def _next_generation(self) -> dict[str, Any]:
-        """Each answer has a seed of its own, so that a conversation can be repeated."""
+        """Return the options of the next answer; each has a seed of its own, so that a conversation can be repeated."""
         seed = self.generation.get("seed")
         return self.generation | ({"seed": seed + len(self.answers)} if seed is not None else {})
 
@@ -152,12 +150,12 @@ class Conversation:
         for number, (stats, first) in enumerate(self.answers, start=1):
             accepted = (f"{d.accepted} of {d.proposed} from {name}" for name, d in stats.drafters.items())
             self.out.print(f"[bold]{number}[/] {summary(stats)}, first after {first:.2f} s", soft_wrap=True)
-            self.out.print(f"  [dim]guesses accepted: {', '.join(accepted) or 'none were made'}[/]", soft_wrap=True)
+            self.out.print(f"  [dim]accepted drafts: {', '.join(accepted) or 'no drafts'}[/]", soft_wrap=True)
         if not self.answers:
             self.out.print("[dim]No answer yet.[/]")
 
     def change_strategy(self, name: str) -> None:
-        from lookfar.config import name_of, parse_strategy
+        from lookfar.drafters.registry import name_of, parse_strategy
 
         if name:
             self.strategy = parse_strategy(name)

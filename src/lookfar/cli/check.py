@@ -1,4 +1,4 @@
-"""`lookfar check`: what lookfar will do with a model, and why, from its config alone."""
+"""`lookfar check`: how lookfar decodes a model, and why, from its config alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Model = Annotated[str, typer.Argument(help="demo, a directory, a config.json or 
 
 
 def check(model: Model, as_json: options.Json = False) -> None:
-    """Say what lookfar will do with MODEL, and why. Reads its config only."""
-    from lookfar.loading import read_config
-    from lookfar.support import examine
+    """Say how lookfar decodes MODEL, and why. Reads its config only."""
+    from lookfar.models.pretrained import read_config
+    from lookfar.models.support import examine
 
     support = examine(read_config(model)[0])
     if as_json:
@@ -26,15 +26,15 @@ def check(model: Model, as_json: options.Json = False) -> None:
         return
     out, facts = Console(highlight=False), Table(show_header=False, box=None)
     facts.add_row("model type", support.model_type)
-    facts.add_row("guesses", "verified in one tree" if support.trees else "none: plain decoding")
+    facts.add_row("speculation", "draft trees" if support.trees else "none: decoded by transformers")
     if support.reason:
         facts.add_row("why", support.reason)
     for layer_type, kind in support.kinds.items() if support.trees else ():
         facts.add_row("layers" if len(support.kinds) == 1 else layer_type.replace("_", " "), str(kind))
-    facts.add_row("positions", "by ALiBi bias" if support.alibi else "given with each row")
+    facts.add_row("positions", "ALiBi bias" if support.alibi else "given with each row")
     facts.add_row("longest text", f"{support.max_positions} tokens" if support.max_positions else "no limit")
     if support.trees and support.tree_limit is not None:
-        facts.add_row("guesses up to", f"{support.tree_limit} tokens; longer requests decode plainly")
+        facts.add_row("draft trees up to", f"{support.tree_limit} tokens; transformers decodes longer requests")
     if support.trees and support.one_by_one:
-        facts.add_row("batches", "each sequence in a forward of its own")
+        facts.add_row("batches", "each request in a forward pass of its own")
     out.print(facts)

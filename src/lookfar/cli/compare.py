@@ -1,8 +1,9 @@
-"""`lookfar compare`: one prompt, decoded plainly and with a strategy, side by side."""
+"""`lookfar compare`: one prompt, decoded without speculation and with a strategy, side by side."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,12 +13,13 @@ from rich.panel import Panel
 from rich.table import Table
 
 from lookfar.cli import options
-from lookfar.progress import bar
+from lookfar.core.progress import progress_bar
 
 if TYPE_CHECKING:
+    from lookfar.drafters.base import Strategy
     from lookfar.lm import LM, Completion
 
-Repeats = Annotated[int, typer.Option(min=1, help="Decode this often with each, in turn; times are medians.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Decode this often with each; times are medians.")]
 
 
 def compare(
@@ -44,53 +46,64 @@ def compare(
     dtype: options.Dtype = None,
     as_json: options.Json = False,
 ) -> None:
-    """Decode PROMPT plainly and with a strategy: are the texts identical, and which was faster?"""
-    from lookfar.config import name_of
+    """Decode PROMPT without speculation and with a strategy: are the texts identical, and which was faster?"""
+    from lookfar.drafters.registry import name_of
 
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     sampling = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
-    lm = options.load_model(model, device, dtype, max_length, store, pack, compile, exact)
+    lm = options.load_model(model, options.ModelOptions(device, dtype, max_length, store, pack, compile, exact))
     ids, _ = options.prompt_ids(lm, prompt, raw)
-    contestants = {"plain": (), "strategy": lm.strategy if chosen is None else chosen}
-    name = name_of(contestants["strategy"])
-    runs: dict[str, list[Completion]] = {side: [] for side in contestants}
-    # The first forward passes of a process are slow; they should not count against whoever comes first. Captured steps
-    # are made when their number of rows is first needed, so there the whole text is decoded once.
-    first = max_new_tokens if lm.engine.steps.room.packed else min(4, max_new_tokens)
-    for plan in contestants.values():
-        lm.generate(ids, max_new_tokens=first, strategy=plan, budget=rows, **sampling)
+    strategies = lm.strategy if chosen is None else chosen
+    asked = {"max_new_tokens": max_new_tokens, "budget": rows, **sampling}
+    runs = _decode(lm, ids, strategies, asked, repeats, store)
+    record = _record(lm, ids, runs, strategies)
+    if as_json:
+        print(json.dumps(record, ensure_ascii=False))
+    else:
+        _show(lm, record, runs["plain"][0], runs["strategy"][0], name_of(strategies))
+
+
+def _decode(
+    lm: LM, ids: list[int], strategies: tuple[Strategy, ...], asked: dict[str, Any], repeats: int, store: Path | None
+) -> dict[str, list[Completion]]:
+    """Decode a prompt with both methods in turn, after a warm-up; each starts without what the other has left."""
+    from lookfar.drafters.registry import name_of
+
+    methods: dict[str, tuple[Strategy, ...]] = {"plain": (), "strategy": strategies}
+    runs: dict[str, list[Completion]] = {side: [] for side in methods}
+    new = asked["max_new_tokens"]
+    # The first forward passes of a process are slow, and CUDA graphs are captured when their size is first needed.
+    first = min(4, new) if lm.engine.runner.limits.padded else new
+    for method in methods.values():
+        lm.generate(ids, strategy=method, **(asked | {"max_new_tokens": first}))
     for _ in range(repeats):
-        for side, plan in contestants.items():
-            lm.forget()  # the answer itself must not be what the next one is guessed from
+        for side, method in methods.items():
+            lm.forget()
             if store is not None:
                 lm.store.load(store)
-            with bar(f"Decoding {'plainly' if side == 'plain' else 'with ' + name}", max_new_tokens) as advance:
-                runs[side].append(
-                    lm.generate(
-                        ids,
-                        max_new_tokens=max_new_tokens,
-                        strategy=plan,
-                        budget=rows,
-                        on_tokens=lambda _, n: advance(len(n)),
-                        **sampling,
-                    )
-                )
-    seconds = {side: median(done.stats.seconds for done in dones) for side, dones in runs.items()}
+            with progress_bar(f"Decoding with {name_of(method)}", new) as advance:
+                done = lm.generate(ids, strategy=method, on_step=lambda output: advance(len(output.tokens)), **asked)
+            runs[side].append(done)
+    return runs
+
+
+def _record(
+    lm: LM, ids: list[int], runs: dict[str, list[Completion]], strategies: tuple[Strategy, ...]
+) -> dict[str, Any]:
+    from lookfar.drafters.registry import name_of
+
+    seconds = {side: median(done.stats.seconds for done in completions) for side, completions in runs.items()}
     plain, fast = runs["plain"][0], runs["strategy"][0]
-    others = (done for dones in runs.values() for done in dones if done.token_ids != plain.token_ids)
-    other = next(others, None)
-    record = {
+    every = [done for completions in runs.values() for done in completions]
+    other = next((done for done in every if done.token_ids != plain.token_ids), None)
+    return {
         "identical": other is None,
         "speed_up": seconds["plain"] / seconds["strategy"],
         "first_difference": None if other is None else _difference(lm, ids, plain.token_ids, other.token_ids),
         "plain": _as_record(plain, seconds["plain"]),
-        "strategy": {"name": name, "settings": [repr(one) for one in contestants["strategy"]]}
+        "strategy": {"name": name_of(strategies), "settings": [repr(one) for one in strategies]}
         | _as_record(fast, seconds["strategy"]),
     }
-    if as_json:
-        print(json.dumps(record, ensure_ascii=False))
-    else:
-        _show(lm, record, plain, fast, name)
 
 
 def _as_record(done: Completion, seconds: float) -> dict[str, Any]:
@@ -99,20 +112,21 @@ def _as_record(done: Completion, seconds: float) -> dict[str, Any]:
 
 
 def _difference(lm: LM, prompt: list[int], plain: list[int], other: list[int]) -> dict[str, float]:
-    from lookfar.choose import first_difference, margin_after
+    from lookfar.bench.differences import margin_after
+    from lookfar.core.ids import first_difference
 
     at = first_difference(plain, other) or 0
     return {"token": at, "margin": margin_after(lm.model, prompt + plain[:at])}
 
 
 def _show(lm: LM, record: dict[str, Any], plain: Completion, fast: Completion, name: str) -> None:
-    from lookfar.cli.steps import coloured
+    from lookfar.cli.colours import coloured
 
     out = Console(highlight=False)
-    for title, done in (("plain decoding", plain), (name, fast)):
+    for title, done in (("no speculation", plain), (name, fast)):
         text = coloured(lm.tokenizer, done.token_ids, done.stats.step_sizes)
-        out.print(Panel(text, title=f"{title}: a colour is a step", title_align="left"))
-    table = Table("", "plain", name, box=None, header_style="bold")
+        out.print(Panel(text, title=f"{title}: one colour per step", title_align="left"))
+    table = Table("", "none", name, box=None, header_style="bold")
     for label, key, form in (
         ("tokens", "tokens", "d"),
         ("steps", "steps", "d"),
@@ -131,7 +145,6 @@ def _show(lm: LM, record: dict[str, Any], plain: Completion, fast: Completion, n
         where = record["first_difference"]
         out.print(f"[bold red]Different[/] from token {where['token']} on, {record['speed_up']:.2f}× the speed.")
         out.print(
-            f"The two best logits there are {where['margin']:.4f} apart: in half precision a near-tie can "
-            "flip with the number of rows; run with --dtype float32, or on a GPU with --exact, to see that it is "
-            "nothing else."
+            f"The two highest logits there are {where['margin']:.4f} apart: in half precision a near-tie can flip with "
+            "the number of rows; run with --dtype float32, or on a GPU with --exact, to rule out other causes."
         )

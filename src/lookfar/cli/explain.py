@@ -1,4 +1,4 @@
-"""`lookfar explain`: what was guessed at every step, by whom and how surely, and what came of it."""
+"""`lookfar explain`: the draft tree of every step, its sources and probabilities, and what was accepted."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def explain(
     dtype: options.Dtype = None,
     as_json: options.Json = False,
 ) -> None:
-    """Decode PROMPT and show the tree that was guessed at every step, and what was accepted."""
-    from lookfar.explain import as_page, explain as explain_steps
+    """Decode PROMPT and show the draft tree of every step, and what was accepted."""
+    from lookfar.explain import explain as explain_steps, explain_page
 
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     options.check_page(html)
-    lm = options.load_model(model, device, dtype, None, store, pack)
+    lm = options.load_model(model, options.ModelOptions(device, dtype, None, store, pack))
     ids, text = options.prompt_ids(lm, prompt, raw)
     explained = explain_steps(lm, ids, max_new_tokens, chosen, rows)
     if html is not None:
-        options.write_page(html, as_page(explained, text, model))
+        options.write_page(html, explain_page(explained, text, model))
         options.say("Written", f"{html}, {len(explained.steps)} steps", "green")
     if as_json:
         print(json.dumps(asdict(explained), ensure_ascii=False))
@@ -57,7 +57,9 @@ def _show(explained: Explanation) -> None:
     for number, step in enumerate(explained.steps, start=1):
         out.print(_tree(number, step))
     steps = max(len(explained.steps), 1)
-    out.print(f"{explained.tokens} tokens in {len(explained.steps)} steps: {explained.tokens / steps:.2f} a step")
+    out.print(
+        f"{explained.tokens} tokens in {len(explained.steps)} steps: {explained.tokens / steps:.2f} tokens per step"
+    )
 
 
 def _tree(number: int, step: Step) -> Tree:
@@ -77,12 +79,12 @@ def _tree(number: int, step: Step) -> Tree:
         label = Text.assemble(
             (visible(node.text), "bold green" if node.accepted else ""),
             (f"  {node.probability:.0%} {node.source}", "dim"),
-            (f" +{node.backers - 1}" if node.backers > 1 else "", "dim"),
+            (f" +{node.num_sources - 1}" if node.num_sources > 1 else "", "dim"),
         )
         branches[place] = branches[node.parent].add(label)
     return drawn
 
 
 def visible(text: str) -> str:
-    """A token's text with its white space shown."""
+    """Return a token's text with its white space shown."""
     return text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·") or "∅"

@@ -1,4 +1,4 @@
-"""`lookfar generate`: text as it is decoded, coloured by step, and what it took."""
+"""`lookfar generate`: an answer as it is decoded, coloured by step, and its summary."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def generate(
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     asked = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
     asked |= options.constraints(stop, json_schema, regex)
-    lm = options.load_model(model, device, dtype, max_length, store, pack, compile, exact)
+    lm = options.load_model(model, options.ModelOptions(device, dtype, max_length, store, pack, compile, exact))
     ids, _ = options.prompt_ids(lm, prompt, raw)
     asked |= {"max_new_tokens": max_new_tokens, "strategy": chosen, "budget": rows}
     if as_json:
-        from lookfar.progress import bar
+        from lookfar.core.progress import progress_bar
 
-        with bar("Decoding", max_new_tokens) as advance:
-            done = lm.generate(ids, on_tokens=lambda _, new: advance(len(new)), **asked)
+        with progress_bar("Decoding", max_new_tokens) as advance:
+            done = lm.generate(ids, on_step=lambda output: advance(len(output.tokens)), **asked)
         record = {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
         print(json.dumps(record | {"stats": done.stats.as_dict()}, ensure_ascii=False))
         return

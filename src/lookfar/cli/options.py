@@ -1,8 +1,9 @@
-"""What the commands share: their options, and a voice beside the output."""
+"""What the commands share: their options, and messages on standard error."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +14,7 @@ from rich.markup import escape
 from lookfar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lookfar.config import Strategy
+    from lookfar.drafters.base import Strategy
     from lookfar.lm import LM
 
 Prompt = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
@@ -23,7 +24,7 @@ StrategyName = Annotated[
     typer.Option(
         "--strategy",
         help="auto (the default), none, suffix, recycle, trie, lookahead, jacobi, prompt_lookup, draft_model, "
-        "or several joined by +.",
+        "the name of a registered strategy, or several joined by +.",
     ),
 ]
 Settings = Annotated[
@@ -32,44 +33,49 @@ Settings = Annotated[
 ]
 Budget = Annotated[
     str | None,
-    typer.Option(help="Rows a step: auto, or a number. By default auto for auto, all that is proposed for the rest."),
+    typer.Option(help="Rows per step: auto, or a number. By default auto for auto, all that is proposed for the rest."),
 ]
-StoreFile = Annotated[Path | None, typer.Option("--store", help="A store of past texts to guess from.")]
+StoreFile = Annotated[Path | None, typer.Option("--store", help="A store of past texts to draft from.")]
 Pack = Annotated[
     bool | None,
-    typer.Option("--pack/--no-pack", help="Keep a packed copy of the weights. By default on a CPU, if there is room."),
+    typer.Option("--pack/--no-pack", help="Keep a packed copy of the weights. By default on a CPU, if memory allows."),
 ]
 Compile = Annotated[
     bool, typer.Option("--compile", help="On a GPU: run the layers through torch.compile (a minute the first time).")
 ]
 Exact = Annotated[
-    bool, typer.Option("--exact", help="On a GPU: the same text to the last bit whatever is guessed, in bfloat16 too.")
+    bool,
+    typer.Option("--exact", help="On a GPU: text that does not depend on the drafts, bit for bit, in bfloat16 too."),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Stop after this many tokens.")]
-MaxLength = Annotated[int | None, typer.Option(help="The longest text, prompt included, to keep room for.")]
-Temperature = Annotated[float | None, typer.Option(help="Sample, with this temperature; 0 takes the best token.")]
-TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that make up this probability.")]
-TopK = Annotated[int | None, typer.Option(help="Sample from this many tokens; 0 from all.")]
-MinP = Annotated[float | None, typer.Option(help="Sample from tokens at least this likely, compared with the best.")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: lower the scores of tokens of the text.")]
+MaxLength = Annotated[int | None, typer.Option(help="The most tokens of a text, prompt included.")]
+Temperature = Annotated[float | None, typer.Option(help="Sample with this temperature; 0: take the most likely token.")]
+TopP = Annotated[float | None, typer.Option(help="Sample from the most likely tokens that make up this probability.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from this many tokens; 0: from all.")]
+MinP = Annotated[
+    float | None, typer.Option(help="Sample from tokens at least this likely, relative to the most likely one.")
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1: lower the scores of tokens that the text holds.")
+]
 Seed = Annotated[int | None, typer.Option(help="The same seed samples the same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop at this text. Repeatable.")]
-JsonSchema = Annotated[Path | None, typer.Option(help="A file with the JSON schema that the answer follows.")]
-Regex = Annotated[str | None, typer.Option(help="A regular expression that the answer follows.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the model's chat template.")]
+JsonSchema = Annotated[Path | None, typer.Option(help="A file with a JSON schema for the answer.")]
+Regex = Annotated[str | None, typer.Option(help="A regular expression for the answer.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Use the prompt as it is, without the model's chat template.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … or auto to spread the model.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16, float64 or auto.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
 def say(kind: str, sentence: str, style: str) -> None:
-    """Say something beside the output, on standard error."""
+    """Print a message to standard error."""
     Console(stderr=True).print(f"[{style}]{kind}:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
 
 
 def strategies(name: str | None, settings: list[str] | None) -> tuple[Strategy, ...] | None:
-    """The strategies that `--strategy` and `--set` describe; None if neither was given."""
-    from lookfar.config import parse_strategy
+    """Return the strategies that `--strategy` and `--set` describe; None if neither was given."""
+    from lookfar.drafters.registry import parse_strategy
 
     if name is None and not settings:
         return None
@@ -83,8 +89,8 @@ def strategies(name: str | None, settings: list[str] | None) -> tuple[Strategy, 
 
 
 def rows(text: str | None) -> int | Literal["auto"] | None:
-    """What `--budget` says."""
-    from lookfar.config import check_budget
+    """Return the value of `--budget`."""
+    from lookfar.speculation.row_budget import check_budget
 
     budget: Any = int(text) if text is not None and text.isdecimal() else text
     check_budget(budget)
@@ -99,14 +105,14 @@ def sampling(
     repetition_penalty: float | None,
     seed: int | None,
 ) -> dict[str, Any]:
-    """The generation arguments that the options for sampling ask for."""
+    """Return the generation arguments of the sampling options."""
     given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
     given["repetition_penalty"] = repetition_penalty
     return {name: value for name, value in given.items() if value is not None}
 
 
 def constraints(stop: list[str] | None, json_schema: Path | None, regex: str | None) -> dict[str, Any]:
-    """The generation arguments that say where an answer ends and what it may be."""
+    """Return the generation arguments for stop texts and constraints."""
     given: dict[str, Any] = {"stop_strings": stop or None, "regex": regex}
     if json_schema is not None:
         try:
@@ -116,37 +122,31 @@ def constraints(stop: list[str] | None, json_schema: Path | None, regex: str | N
     return {name: value for name, value in given.items() if value is not None}
 
 
-def load_model(
-    name: str,
-    device: str | None,
-    dtype: str | None,
-    max_length: int | None,
-    store: Path | None = None,
-    pack: bool | None = None,
-    compile: bool = False,
-    exact: bool = False,
-) -> LM:
+@dataclass(frozen=True)
+class ModelOptions:
+    """The options that say which model to load, and how."""
+
+    device: str | None = None
+    dtype: str | None = None
+    max_length: int | None = None
+    store: Path | None = None
+    pack: bool | None = None
+    compile: bool = False
+    exact: bool = False
+
+
+def load_model(name: str, options: ModelOptions) -> LM:
     """Load a model for a command."""
     from transformers import logging
 
     from lookfar.loading import load
 
-    logging.set_verbosity_error()  # its advice would stand in the middle of an answer
-    return load(
-        name,
-        device=device,
-        dtype=dtype,
-        max_batch=1,
-        max_length=max_length,
-        store=store,
-        pack=pack,
-        compile=compile,
-        exact=exact,
-    )
+    logging.set_verbosity_error()  # its advice would appear in the middle of an answer
+    return load(name, max_batch=1, **vars(options))
 
 
 def prompt_ids(lm: LM, prompt: str, raw: bool) -> tuple[list[int], str]:
-    """The ids of a prompt and its text: a user's message where the model has a chat template, plain otherwise."""
+    """Return the ids of a prompt and its text; it is a user's message if the model has a chat template."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if not raw and text.strip() and getattr(lm.tokenizer, "chat_template", None):
         return lm.chat_ids([{"role": "user", "content": text}]), text
@@ -154,12 +154,12 @@ def prompt_ids(lm: LM, prompt: str, raw: bool) -> tuple[list[int], str]:
 
 
 def names(text: str) -> list[str]:
-    """What was given joined by commas."""
+    """Split a list joined by commas."""
     return [part.strip() for part in text.split(",")]
 
 
 def check_page(path: Path | None) -> None:
-    """A page that cannot be written should not cost the work that it would show."""
+    """Refuse a page that cannot be written before the work that it would show."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"{path.parent} is not a directory: give --html a file in one that exists.")
 

@@ -1,4 +1,4 @@
-"""`lookfar store`: files of past texts to guess from."""
+"""`lookfar store`: files of past texts to draft from."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from rich.console import Console
 from rich.table import Table
 
 from lookfar.cli import options
+from lookfar.core.progress import progress_bar
 from lookfar.errors import StoreError
-from lookfar.progress import bar
 
-app = typer.Typer(no_args_is_help=True, help="Files of past texts to guess from.")
+app = typer.Typer(no_args_is_help=True, help="Files of past texts to draft from.")
 
 Out = Annotated[Path, typer.Argument(help="The store's file.")]
 Texts = Annotated[list[Path], typer.Argument(help="Text files, or jsonl files with a text in each line.")]
 Field = Annotated[str, typer.Option(help="The field of a jsonl line that holds the text.")]
-Stores = Annotated[list[Path], typer.Argument(help="The stores to join, made with one tokenizer.")]
+Stores = Annotated[list[Path], typer.Argument(help="The stores to merge, made with one tokenizer.")]
 
 
 @app.command()
 def build(out: Out, texts: Texts, model: options.Model = "demo", field: Field = "reference") -> None:
-    """Make OUT from texts such as earlier answers, with MODEL's tokenizer; its weights are not loaded."""
-    from lookfar.loading import load_tokenizer
-    from lookfar.store import Store
+    """Build OUT from texts such as earlier answers, with MODEL's tokenizer; its weights are not loaded."""
+    from lookfar.models.pretrained import load_tokenizer
+    from lookfar.retrieval.draft_store import DraftStore
 
     tokenizer, vocab_size = load_tokenizer(model)
-    store = Store(vocab_size, tokenizer)
+    store = DraftStore(vocab_size, tokenizer)
     read = [text for path in texts for text in _read(path, field)]
-    with bar("Learning", len(read)) as advance:
+    with progress_bar("Learning", len(read)) as advance:
         for text in read:
             store.learn(text)
             advance(1)
@@ -41,18 +41,18 @@ def build(out: Out, texts: Texts, model: options.Model = "demo", field: Field = 
 
 @app.command()
 def info(path: Out, as_json: options.Json = False) -> None:
-    """Say what is in a store, and check that it is whole."""
-    from lookfar.index import END
-    from lookfar.store import read_file
+    """Show what a store holds, and check the file."""
+    from lookfar.retrieval.store_file import read_store_file
+    from lookfar.retrieval.suffix_index import END
 
-    header, arrays = read_file(path)
+    header, contents = read_store_file(path)
     facts: dict[str, Any] = {
-        "format": header["version"],
-        "tokens": int((arrays["text"] != END).sum()),
-        "texts": int((arrays["text"] == END).sum()),
-        "branches": len(arrays["tokens"]),
-        "vocabulary": header["vocab_size"],
-        "tokenizer": header["tokenizer"][:16] or "unknown",
+        "format": header.version,
+        "tokens": int((contents.text != END).sum()),
+        "texts": int((contents.text == END).sum()),
+        "branches": len(contents.tokens),
+        "vocabulary": header.vocab_size,
+        "tokenizer": header.tokenizer[:16] or "unknown",
         "bytes": path.stat().st_size,
     }
     if as_json:
@@ -66,21 +66,19 @@ def info(path: Out, as_json: options.Json = False) -> None:
 
 @app.command()
 def merge(out: Out, stores: Stores) -> None:
-    """Join several stores in OUT."""
-    from lookfar.store import Store, read_file, write_store
+    """Merge several stores into OUT."""
+    from lookfar.retrieval.draft_store import DraftStore
+    from lookfar.retrieval.store_file import read_store_file, write_store_file
 
-    header: dict[str, Any] = {}
-    joined: Store | None = None
-    for path in stores:
-        found, arrays = read_file(path)
-        header = header or found
-        if (found["vocab_size"], found["tokenizer"]) != (header["vocab_size"], header["tokenizer"]):
-            raise StoreError(f"{path} and {stores[0]} were made with different tokenizers: join stores of one model.")
-        joined = joined or Store(header["vocab_size"])
-        joined.merge(arrays)
-    assert joined is not None
-    write_store(joined, out, header["tokenizer"])
-    options.say("Written", f"{out}, {joined.tokens} tokens of {len(stores)} stores", "green")
+    read = [read_store_file(path) for path in stores]
+    first = read[0][0]
+    merged = DraftStore(first.vocab_size)
+    for path, (header, contents) in zip(stores, read, strict=True):
+        if header != first:
+            raise StoreError(f"{path} and {stores[0]} were made with different tokenizers: merge stores of one model.")
+        merged.merge(contents)
+    write_store_file(out, merged.contents(), first.vocab_size, first.tokenizer)
+    options.say("Written", f"{out}, {merged.tokens} tokens of {len(stores)} stores", "green")
 
 
 def _read(path: Path, field: str) -> list[str]:
@@ -89,7 +87,7 @@ def _read(path: Path, field: str) -> list[str]:
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError:
-        raise StoreError(f"{path} is not a text in UTF-8: give text or jsonl files.") from None
+        raise StoreError(f"{path} is not UTF-8 text: give text or jsonl files.") from None
     if path.suffix != ".jsonl":
         return [text]
     found = []
@@ -99,7 +97,7 @@ def _read(path: Path, field: str) -> list[str]:
         try:
             value = json.loads(line)[field]
         except ValueError:
-            raise StoreError(f"{path}, line {number}, is not JSON: mend it or give a text file.") from None
+            raise StoreError(f"{path}, line {number}, is not JSON: fix it or give a text file.") from None
         except (KeyError, TypeError):
             raise StoreError(f"{path}, line {number}, has no {field!r}: name the field with --field.") from None
         found.append(value if isinstance(value, str) else json.dumps(value))

@@ -15,9 +15,9 @@ from lookfar.errors import ConfigError
 Prompts = Annotated[Path | None, typer.Option(help="Your own prompts: jsonl, or one a line.")]
 Suites = Annotated[str | None, typer.Option("--suite", help="Suites instead, joined by commas.")]
 Data = Annotated[Path | None, typer.Option(help="A directory with NAME.jsonl for each suite.")]
-Minutes = Annotated[float, typer.Option(help="How long to try.")]
+Minutes = Annotated[float, typer.Option(help="Time limit.")]
 Limit = Annotated[int, typer.Option(help="Prompts of each suite, or of the file.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what was found; keep nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the result; keep nothing.")]
 
 
 def tune(
@@ -35,11 +35,12 @@ def tune(
     dtype: options.Dtype = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Try settings on prompts, keep the fastest for `load`; judged on prompts that were not tried on."""
+    """Find the fastest settings on some prompts and keep them for `load`; they are compared on other prompts."""
     from lookfar.bench.suites import read_prompts, read_suite
-    from lookfar.bench.tune import save_profile, told, tune as find
-    from lookfar.config import name_of
+    from lookfar.bench.tune import tune as find
+    from lookfar.drafters.registry import describe, name_of
     from lookfar.loading import load
+    from lookfar.profiles import save_profile
 
     if (prompts is None) == (suite is None):
         raise ConfigError("Give --prompts FILE or --suite NAMES, one of the two.")
@@ -48,9 +49,7 @@ def tune(
     else:
         assert suite is not None
         by_suite = [read_suite(name, data, limit) for name in options.names(suite)]
-        found = [
-            prompt for some in zip(*by_suite, strict=False) for prompt in some
-        ]  # in turn, so that all are judged by
+        found = [prompt for some in zip(*by_suite, strict=False) for prompt in some]  # in turn
     lm = load(
         model,
         device=device,
@@ -67,16 +66,16 @@ def tune(
         [prompt.ids(lm) for prompt in found],
         minutes=minutes,
         max_new_tokens=max_new_tokens,
-        say=lambda words: console.print(f"[dim]{words}[/]"),
+        say=lambda message: console.print(f"[dim]{message}[/]"),
     )
     table = Table("tried", "tokens/s", "prompts", box=None, header_style="bold")
     for name, rate, rounds in profile.tried:
         table.add_row(name, f"{rate:.1f}", str(rounds))
     console.print(table)
-    chosen = told(profile.strategies) if profile.strategies else "plain decoding"
-    rows = f" with {profile.budget} rows a step" if profile.budget is not None else ""
+    chosen = describe(profile.strategies) if profile.strategies else "no speculation"
+    rows = f" with {profile.budget} rows per step" if profile.budget is not None else ""
     if name_of(profile.strategies) == "auto" and profile.budget == "auto":
         chosen, rows = "the defaults", ""
-    console.print(f"Fastest: [bold]{chosen}[/]{rows}, {profile.over_plain:.2f}× plain decoding.")
+    console.print(f"Fastest: [bold]{chosen}[/]{rows}, {profile.over_plain:.2f}× decoding without speculation.")
     if not dry_run:
-        console.print(f"[dim]Kept in {save_profile(lm.engine.steps, profile)}; load uses it from now on.[/]")
+        console.print(f"[dim]Kept in {save_profile(lm.engine.runner, profile)}; load uses it from now on.[/]")

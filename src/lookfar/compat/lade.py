@@ -1,7 +1,7 @@
 """The interface of `lade` (Lookahead Decoding, Fu et al. 2024): `augment_all`, `config_lade` and `USE_LADE=1`.
 
 As there, `augment_all` changes `generate` of every model of the process; `restore_all` undoes it. Unlike there, any
-architecture, batches, logits processors and sampling work, and the text is that of plain decoding.
+architecture, batches, logits processors and sampling work, and the text is that of `model.generate`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 
-from lookfar.config import Lookahead
+from lookfar.drafters.lookahead import Lookahead
 from lookfar.errors import LookfarWarning
-from lookfar.integrations.attached import last_stats
-from lookfar.integrations.transformers import generate
-from lookfar.loops import PLAIN_LOOP, own_loop
+from lookfar.integrations.transformers.loop import generate
+from lookfar.integrations.transformers.state import last_stats
+from lookfar.models.stock_loop import STOCK_LOOP, stock_loop
 
 CONFIG_MAP: dict[str, Any] = {"log": []}
 SUMMARY = "==========================ACCELERATION===SUMMARY======================================"
@@ -37,10 +37,10 @@ def config_lade(
     backend: str = "nccl",
     USE_FLASH: bool | None = None,  # noqa: N803
 ) -> None:
-    """Set window, n-gram size and number of guesses for all models; what is not given stays as it is.
+    """Set the window, the n-gram size and the number of guesses for all models; what is not given stays as it is.
 
     `DEBUG` prints a summary after each answer and keeps it for `log_history`. `USE_FLASH`, `ALWAYS_FWD_ONE` and
-    `SPLIT_FLAG` concern that implementation and mean nothing here.
+    `SPLIT_FLAG` concern that implementation and have no effect here.
     """
     given = {
         "WINDOW_SIZE": WINDOW_SIZE,
@@ -50,7 +50,7 @@ def config_lade(
         "POOL_FROM_PROMPT": POOL_FROM_PROMPT,
     }
     changed = CONFIG_MAP | {key: value for key, value in given.items() if value is not None}
-    _strategy(changed)  # mistakes are said now
+    _strategy(changed)  # checks the settings
     CONFIG_MAP.update(changed, log=[])
     if DIST_WORKERS is not None and DIST_WORKERS > 1:
         warnings.warn("Lookahead parallelism is not built yet: one device decodes.", LookfarWarning, stacklevel=2)
@@ -58,23 +58,23 @@ def config_lade(
 
 def augment_all() -> None:
     """Let every model decode with lookahead while the environment says `USE_LADE=1`."""
-    if not hasattr(GenerationMixin._sample, PLAIN_LOOP):
-        plain = GenerationMixin._sample
+    if not hasattr(GenerationMixin._sample, STOCK_LOOP):
+        stock = GenerationMixin._sample
 
         def loop(self: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
             return _decode(self, input_ids, **prepared)
 
-        setattr(loop, PLAIN_LOOP, plain)
+        setattr(loop, STOCK_LOOP, stock)
         GenerationMixin._sample = loop
 
 
 def restore_all() -> None:
     """Undo `augment_all`."""
-    GenerationMixin._sample = getattr(GenerationMixin._sample, PLAIN_LOOP, GenerationMixin._sample)
+    GenerationMixin._sample = getattr(GenerationMixin._sample, STOCK_LOOP, GenerationMixin._sample)
 
 
 def log_history(clear: bool = False) -> None:
-    """Print what all answers since `config_lade` came to."""
+    """Print the totals of all answers since `config_lade`."""
     generated = sum(entry[0] for entry in CONFIG_MAP["log"])
     steps = sum(entry[1] for entry in CONFIG_MAP["log"])
     if clear:
@@ -89,7 +89,7 @@ def save_log(log_dir: str | os.PathLike[str]) -> None:
 
 
 def _strategy(config: dict[str, Any]) -> Lookahead:
-    """The settings, with the defaults they had."""
+    """Return the settings, with the defaults of `lade`."""
     return Lookahead(
         window=config.get("WINDOW_SIZE", 60),
         ngram=config.get("LEVEL", 8),
@@ -100,7 +100,7 @@ def _strategy(config: dict[str, Any]) -> Lookahead:
 
 def _decode(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
     if not int(os.environ.get("USE_LADE", 0)):
-        return own_loop(model)(model, input_ids, **prepared)
+        return stock_loop(model)(model, input_ids, **prepared)
     out = generate(model, input_ids, strategy=_strategy(CONFIG_MAP), **prepared)
     stats = last_stats(model)
     if CONFIG_MAP.get("DEBUG") and stats.steps:

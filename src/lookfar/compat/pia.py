@@ -6,12 +6,13 @@ Any causal model class of transformers can be imported from here:
     model = LlamaForCausalLM.from_pretrained(path)
     model.generate(**inputs, max_new_tokens=256, decoding_kwargs={"use_lookahead": True, "branch_length": 12})
 
-With `return_dict_in_generate` the output's `kwargs` hold what a run of `pia` reports: `dls`, `edls`, `fts`, `qts`.
+With `return_dict_in_generate` the output's `kwargs` hold what `pia` reports: `dls`, `edls`, `fts`, `qts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -21,22 +22,23 @@ import transformers
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from lookfar.config import Strategy, Trie
+from lookfar.drafters.base import Strategy
+from lookfar.drafters.trie import Trie
+from lookfar.engine.outputs import StepOutput
 from lookfar.errors import ConfigError
-from lookfar.integrations.attached import attached
-from lookfar.integrations.transformers import generate as decode
-from lookfar.loops import names_of
-from lookfar.sequence import Sequence
-from lookfar.tree import SequencePlan
+from lookfar.integrations.transformers.loop import generate as decode, on_step_of_call
+from lookfar.integrations.transformers.state import state_of
+from lookfar.models.stock_loop import disguise
 
 SHAPES = {"hier": "hierarchical", "par": "parallel", "one": "single"}
 SOURCES = {"mix": "mixed", "input": "prompt", "output": "output"}
-UNDERSTOOD = {"use_lookahead", "decoding_length", "branch_length", "decoding_mode", "stop_words", "debug_lookahead"}
+SETTINGS = {"use_lookahead", "decoding_length", "branch_length", "decoding_mode", "stop_words", "debug_lookahead"}
+_strategy_of_call: ContextVar[tuple[Strategy, ...]] = ContextVar("_strategy_of_call", default=())
 
 
 @dataclass
 class LookaheadDecoderOnlyOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns, with the statistics of the run."""
+    """What `generate` returns, with the statistics of its steps."""
 
     kwargs: dict[str, list[Any]] | None = None
 
@@ -48,7 +50,7 @@ class LookaheadCache:
         self._model = model
 
     def put(self, token_ids: Iterable[int], branch_length: int = 8, mode: str = "output", **ignored: Any) -> None:
-        """Remember an answer, to guess from it later."""
+        """Remember an answer, to draft from it later."""
         self._store.learn([[int(token) for token in token_ids]])
 
     def fresh(self) -> None:
@@ -63,27 +65,24 @@ class LookaheadCache:
 
     @property
     def _lm(self) -> Any:
-        return attached(self._model).lm_of(self._model)
+        return state_of(self._model).lm_of(self._model)
 
     @property
     def _store(self) -> Any:
         return self._lm.store
 
 
-class _Watch:
-    """Collects what `pia` reports of every forward."""
+class _StepLog:
+    """Collects what `pia` reports about every step."""
 
     def __init__(self) -> None:
         self.kwargs: dict[str, list[Any]] = {"dls": [], "edls": [], "fts": [], "qts": []}
-        self._host: dict[int, float] = {}
 
-    def __call__(self, sequence: Sequence, rows: SequencePlan, tokens: list[int], seconds: float) -> None:
-        host, before = sequence.stats.host_seconds, self._host.get(sequence.index, 0.0)
-        self._host[sequence.index] = host
-        self.kwargs["dls"].append(len(rows) - rows.root_row)  # rows of the prompt do not count
-        self.kwargs["edls"].append(len(tokens))
-        self.kwargs["fts"].append(seconds)
-        self.kwargs["qts"].append(host - before)
+    def __call__(self, output: StepOutput) -> None:
+        self.kwargs["dls"].append(output.num_rows)
+        self.kwargs["edls"].append(len(output.tokens))
+        self.kwargs["fts"].append(output.seconds)
+        self.kwargs["qts"].append(output.host_seconds)
 
 
 class LookaheadMixin(GenerationMixin):
@@ -94,25 +93,28 @@ class LookaheadMixin(GenerationMixin):
         return LookaheadCache(self)
 
     def generate(self, *args: Any, decoding_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-        self._lookahead_strategy = _strategy(decoding_kwargs or {})
-        return super().generate(*args, **kwargs)
+        token = _strategy_of_call.set(_strategy(decoding_kwargs or {}))
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            _strategy_of_call.reset(token)
 
     def _sample(self, input_ids: torch.Tensor, **prepared: Any) -> Any:
-        watch = _Watch()
-        attached(self).on_step = watch
+        log = _StepLog()
+        token = on_step_of_call.set(log)
         try:
-            out = decode(self, input_ids, strategy=self._lookahead_strategy, **prepared)
+            out = decode(self, input_ids, strategy=_strategy_of_call.get(), **prepared)
         finally:
-            attached(self).on_step = None
+            on_step_of_call.reset(token)
         if isinstance(out, torch.Tensor):
             return out
-        return LookaheadDecoderOnlyOutput(**out, kwargs=watch.kwargs)
+        return LookaheadDecoderOnlyOutput(**out, kwargs=log.kwargs)
 
 
 def _strategy(wanted: Mapping[str, Any]) -> tuple[Strategy, ...]:
-    """What `decoding_kwargs` ask for. They count the root among the rows."""
-    if unknown := set(wanted) - UNDERSTOOD:
-        raise ConfigError(f"Unknown decoding_kwargs {sorted(unknown)}: use some of {', '.join(sorted(UNDERSTOOD))}.")
+    """Return the strategy that `decoding_kwargs` ask for; there `decoding_length` includes the last token."""
+    if unknown := set(wanted) - SETTINGS:
+        raise ConfigError(f"Unknown decoding_kwargs {sorted(unknown)}: use some of {', '.join(sorted(SETTINGS))}.")
     if not wanted.get("use_lookahead", False):
         return ()
     shape, _, source = str(wanted.get("decoding_mode", "hier")).partition("_")
@@ -134,25 +136,25 @@ _made: dict[str, Any] = {}
 
 
 def __getattr__(name: str) -> Any:
-    """A model class of transformers whose `generate` takes `decoding_kwargs`."""
+    """Return a model class of transformers whose `generate` takes `decoding_kwargs`."""
     if name.startswith("_") or name not in dir(transformers):
         raise AttributeError(f"transformers has no model class {name!r}")
-    plain = getattr(transformers, name)
+    stock = getattr(transformers, name)
     if name == "AutoModelForCausalLM":
         return _AutoModel
-    if not (isinstance(plain, type) and issubclass(plain, GenerationMixin)):
+    if not (isinstance(stock, type) and issubclass(stock, GenerationMixin)):
         raise AttributeError(f"{name} is no model class that can generate")
-    return _class_for(plain)
+    return _class_for(stock)
 
 
-def _class_for(plain: Any) -> Any:
-    if plain.__name__ not in _made:
-        _made[plain.__name__] = type(plain.__name__, (LookaheadMixin, plain), names_of(plain))
-    return _made[plain.__name__]
+def _class_for(stock: Any) -> Any:
+    if stock.__name__ not in _made:
+        _made[stock.__name__] = type(stock.__name__, (LookaheadMixin, stock), disguise(stock))
+    return _made[stock.__name__]
 
 
 class _AutoModel:
-    """`AutoModelForCausalLM`: whatever class a model turns out to be."""
+    """`AutoModelForCausalLM`, for whatever class a model turns out to be."""
 
     @staticmethod
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:

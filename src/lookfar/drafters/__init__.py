@@ -1,1 +1,1 @@
-"""Sources of guesses, one file each, behind the two methods of `base.Drafter`."""
+"""Drafters: sources of draft tokens, one file each, behind the interface of `base`."""

@@ -1,102 +1,128 @@
-"""The seam between the engine and whatever guesses: two methods, token ids and NumPy arrays, no torch."""
+"""The interface of drafters. It speaks token ids and NumPy arrays; docs/writing-a-drafter.md builds one.
+
+A `Strategy` holds the settings of a drafter and creates the drafters of each request. A `Drafter` belongs to one
+request: it proposes continuations before a step and observes the outcome afterwards.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
-from lookfar.arrays import Floats, Int32s, Ints
-from lookfar.successors import Successors
-from lookfar.tree import NO_RIDERS, ROOT, Riders, TokenTree
+from lookfar.core.arrays import Floats, Int32s, Ints
+from lookfar.core.plan import NO_WINDOW, WindowRows
+from lookfar.core.tree import ROOT, DraftTree
+from lookfar.errors import ConfigError
+from lookfar.retrieval.recycle_table import RecycleTable
+from lookfar.retrieval.sources import DraftSources
+
+MAX_SCORE = 15  # match scores go from 0 to this
 
 NO_DRAFTS: Int32s = np.zeros((0, 0), np.int32)
 NO_TOKENS: Int32s = np.zeros(0, np.int32)
-NO_WEIGHTS: Floats = np.zeros(0, np.float32)
-
-
-def stack(drafts: Seq[Int32s]) -> Int32s:
-    """Drafts of several depths, one below the other, -1 behind the shorter ones."""
-    if len(drafts) == 1:
-        return drafts[0]
-    deepest = max((part.shape[1] for part in drafts), default=0)
-    stacked = np.full((sum(map(len, drafts)), deepest), -1, np.int32)
-    row = 0
-    for part in drafts:
-        stacked[row : row + len(part), : part.shape[1]] = part
-        row += len(part)
-    return stacked
+NO_FLOATS: Floats = np.zeros(0, np.float32)
 
 
 @dataclass(slots=True)
 class Proposal:
-    """Continuations of the text, best first; what may follow anything; and rows that ride along to make later ones."""
+    """What a drafter proposes for the next step."""
 
-    drafts: Int32s = field(default_factory=lambda: NO_DRAFTS)  # [k, depth] tokens, -1 behind the end of a draft
-    grades: Int32s = field(
-        default_factory=lambda: NO_TOKENS
-    )  # [k] 0 … 15: how good a match is behind each, on the drafter's own scale
-    weights: Floats = field(default_factory=lambda: NO_WEIGHTS)  # [k] how much each counts beside others of its grade
-    riders: Riders = NO_RIDERS
-    successors: Successors | None = None
-    runners: Int32s = field(
-        default_factory=lambda: NO_TOKENS
-    )  # what came next to the root in the prediction it was chosen from
-    runner_logits: Floats = field(default_factory=lambda: NO_WEIGHTS)
+    drafts: Int32s = field(default_factory=lambda: NO_DRAFTS)  # [k, depth] continuations, -1 behind the end of each
+    scores: Int32s = field(default_factory=lambda: NO_TOKENS)  # [k] match score: 0 … 15 on the drafter's own scale
+    weights: Floats = field(default_factory=lambda: NO_FLOATS)  # [k] weight among drafts with the same score
+    window: WindowRows = NO_WINDOW  # rows that are not verified but produce future drafts
+    table: RecycleTable | None = None  # predictions that continue any path of the tree
+    runner_ups: Int32s = field(default_factory=lambda: NO_TOKENS)  # alternatives to the last token, most likely first
+    runner_up_logits: Floats = field(default_factory=lambda: NO_FLOATS)
 
     @classmethod
-    def of(cls, paths: Seq[Seq[int]], grade: int = 0, riders: Riders = NO_RIDERS) -> Proposal:
-        """Drafts of one grade, given as lists."""
+    def of(cls, paths: Seq[Seq[int]], score: int = 0, window: WindowRows = NO_WINDOW) -> Proposal:
+        """Propose continuations, best first, given as lists of token ids with one match score."""
         drafts = np.full((len(paths), max(map(len, paths), default=0)), -1, np.int32)
         for row, path in zip(drafts, paths, strict=True):
             row[: len(path)] = path
-        return cls(drafts, np.full(len(paths), grade, np.int32), np.ones(len(paths), np.float32), riders)
+        return cls(drafts, np.full(len(paths), score, np.int32), np.ones(len(paths), np.float32), window)
 
 
 @dataclass(slots=True)
 class Predictions:
-    """The best next tokens after rows of the text and of the tree, best first."""
+    """The most likely next tokens after rows of the text and of the tree, most likely first."""
 
-    before: Int32s  # [n] the token before each row's, -1 where there is none
-    tokens: Int32s  # [n]
+    before: Int32s  # [n] the token before each row's token, -1 for none
+    tokens: Int32s  # [n] the row's token
     top_ids: Int32s  # [n, k]
     top_logits: Floats  # [n, k]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one step showed about one sequence."""
+    """What one step showed about one request."""
 
-    emitted: list[int]  # the accepted tokens and the model's own next choice; nothing after a piece of a prompt
-    tree: TokenTree
-    choices: Ints  # [1 + nodes] the model's choice after the root, then after each node of the tree
-    rider_choices: Ints = field(repr=False)  # [riders of this drafter] of use where it was wanted
-    predictions: Predictions | None = None  # for drafters that want them
-    last: int = -1  # which of those rows the last emitted token was chosen from
+    emitted: list[int]  # the accepted tokens and the bonus token; empty after a prefill chunk
+    tree: DraftTree  # what was verified
+    choices: Ints  # [1 + nodes] the model's choice after the last token, then after each node of the tree
+    window_choices: Ints = field(repr=False)  # [window rows of this drafter] the model's choices where wanted
+    predictions: Predictions | None = None  # for drafters with `wants_predictions`
+    last: int = -1  # the row of `predictions` from which the last emitted token was chosen
     finished: bool = False  # the request ends with this step
 
     def along(self, path: Seq[int]) -> list[int]:
-        """The model's choices after the root and after each token of `path`, as far as the tree holds it."""
-        node, found = ROOT, [int(self.choices[0])]
-        for token in path:
-            child = self.tree.child(node, token)
-            if child is None:
-                break
-            node = child
-            found.append(int(self.choices[1 + node]))
-        return found
+        """Return the model's choices after the last token and after each token of `path` that the tree holds."""
+        return [int(self.choices[1 + node]) for node in [ROOT, *self.tree.path_of(path)]]
 
 
 class Drafter(Protocol):
-    """A source of guesses for one sequence. `ids` is its whole text so far, prompt included."""
+    """A source of draft tokens for one request. `ids` is its whole text so far, prompt included."""
 
     name: str
-    wants_predictions: bool  # of every row, those of the prompt among them
+    wants_predictions: bool  # whether `Outcome.predictions` are needed, those of prompt rows included
 
     def propose(self, ids: Seq[int], limit: int) -> Proposal:
-        """Guess what follows `ids`, at most `limit` tokens deep."""
+        """Propose what follows `ids`, at most `limit` tokens deep."""
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
-        """Learn from a step; `ids` already ends in what the step emitted."""
+        """Learn from a step; `ids` already ends in the emitted tokens."""
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a drafter may know about its request, and what all requests of a model share."""
+
+    prompt: Seq[int]
+    max_length: int  # the most tokens that the text can come to
+    sources: DraftSources
+    remember: bool = True  # whether later requests may draft from this one
+
+
+@dataclass(frozen=True)
+class Strategy(ABC):
+    """The settings of a drafter. Subclasses are frozen dataclasses that check their values when they are made."""
+
+    name: ClassVar[str] = ""
+    uses_window: ClassVar[bool] = False  # whether it needs lookahead-window rows
+
+    @abstractmethod
+    def create(self, context: DraftContext) -> list[Drafter]:
+        """Create the drafters of one request."""
+
+    @property
+    @abstractmethod
+    def max_rows(self) -> int:
+        """The most rows that this strategy adds to one step, beside the last token."""
+
+    def _check_choice(self, **allowed: tuple[str, ...]) -> None:
+        """Refuse settings that are not one of some words."""
+        for key, values in allowed.items():
+            if getattr(self, key) not in values:
+                raise ConfigError(f"{self.name}: {key} must be one of {', '.join(values)}, not {getattr(self, key)!r}.")
+
+    def _check_at_least(self, **minima: int) -> None:
+        """Refuse settings that are not whole numbers of at least a minimum."""
+        for key, minimum in minima.items():
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise ConfigError(f"{self.name}: {key} must be a whole number of at least {minimum}, not {value!r}.")

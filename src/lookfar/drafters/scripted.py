@@ -1,4 +1,4 @@
-"""A drafter that says what it is told: for tests of the engine, where acceptance must not depend on luck."""
+"""A drafter that proposes what a function returns: for tests, where acceptance should not depend on the model."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lookfar.config import Strategy
-from lookfar.drafters.base import Drafter, Outcome, Proposal
-from lookfar.memory import Memory
-from lookfar.sequence import Request
+from lookfar.drafters.base import DraftContext, Drafter, Outcome, Proposal, Strategy
 
 Script = Callable[[Seq[int]], list[list[int]]]  # the text so far → drafts
 
 
 @dataclass(frozen=True)
 class Scripted(Strategy):
-    """Drafts are `script(ids)`, cut to `rows` tree nodes."""
+    """Proposes `script(ids)`, cut to `rows` tree nodes."""
 
     name: ClassVar[str] = "scripted"
     script: Script
     rows: int = 64
 
-    def start(self, request: Request, memory: Memory) -> list[Drafter]:
+    def create(self, context: DraftContext) -> list[Drafter]:
         return [ScriptedDrafter(self.script)]
 
     @property
@@ -31,7 +28,7 @@ class Scripted(Strategy):
 
 
 class ScriptedDrafter:
-    """Keeps every outcome it is shown in `seen`."""
+    """Records every outcome that it observes in `seen`."""
 
     name = Scripted.name
     wants_predictions = False

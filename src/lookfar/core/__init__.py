@@ -1,0 +1,1 @@
+"""Types and helpers that every other package may import: arrays, draft trees, step plans, files."""

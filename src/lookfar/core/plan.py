@@ -1,0 +1,239 @@
+"""Step plans: the rows that one forward pass feeds to the model. NumPy only.
+
+The rows of one request are, in this order: its pending tokens (known tokens that are not in the KV cache yet; the last
+of them is the last token of the text), the nodes of its draft tree (parents before children), and lookahead-window
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from lookfar.core.arrays import Bools, Int32s, Ints
+from lookfar.core.jit import jit
+from lookfar.core.tree import NO_TREE, DraftTree
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    """The steps that a runner can take."""
+
+    rows: int | None = None  # the most rows of all requests together; None: no limit
+    depth: int | None = None  # the deepest draft tree; None: no limit
+    padded: bool = True  # every request is padded to the widest; False: rows lie side by side
+    fixed_rows: bool = False  # every step that emits tokens computes `rows` rows, used or not
+
+
+@dataclass(frozen=True)
+class WindowRows:
+    """Rows that are not verified but produce future drafts. Every one of them sees the pending tokens."""
+
+    tokens: Ints  # [k]
+    offsets: Ints  # [k] position after the last token of the text
+    sees: Bools  # [k, k] which window rows each one sees, itself included
+    wanted: Bools  # [k] rows whose chosen token the drafter wants
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+NO_WINDOW = WindowRows(*(np.zeros(0, np.int64),) * 2, np.zeros((0, 0), bool), np.zeros(0, bool))
+
+
+class RowSampler(Protocol):
+    """What a runner needs in order to sample a request's tokens on the device, all rows at once."""
+
+    @property
+    def fingerprint(self) -> Hashable:
+        """A key for the logits processors; None if the device cannot run them."""
+
+    @property
+    def processors(self) -> Any: ...
+
+    @property
+    def device(self) -> Any:
+        """The device of the sampling noise."""
+
+    def noise_of(self, depths: Int32s, width: int) -> list[Any]:
+        """Return the noise, [vocabulary], for the token after the last one and after each node."""
+
+
+@dataclass(eq=False)
+class RequestPlan:
+    """The rows of one request in one step."""
+
+    pending: Ints  # [p] tokens at positions num_cached … num_cached + p − 1
+    num_cached: int  # tokens of the text that are in the KV cache
+    kv: int = 0  # the request's handle in the KV cache
+    complete: bool = True  # False: a prefill chunk, after which no token is chosen
+    predict: int = 0  # how many of the last pending rows drafters want predictions of
+    tree: DraftTree = NO_TREE
+    windows: tuple[WindowRows, ...] = ()  # one entry for each drafter, perhaps empty; or none at all
+    embeds: Any = None  # [prompt tokens, hidden] what the prompt's tokens are fed as, if not as token ids
+    sampler: RowSampler | None = None  # for requests that sample
+
+    def __len__(self) -> int:
+        window = sum(map(len, self.windows)) if self.windows else 0
+        return len(self.pending) + len(self.tree.tokens) + window
+
+    @property
+    def last_row(self) -> int:
+        """The row of the last token of the text."""
+        return len(self.pending) - 1
+
+    def node_row(self, node: int) -> int:
+        """Return the row of a tree node; for `ROOT`, the row of the last token."""
+        return len(self.pending) + node
+
+    def window_rows(self, drafter: int) -> slice:
+        """Return the window rows of one drafter."""
+        start = len(self.pending) + len(self.tree) + sum(map(len, self.windows[:drafter]))
+        return slice(start, start + len(self.windows[drafter]))
+
+    @cached_property
+    def tokens(self) -> Ints:
+        return np.concatenate([self.pending, self.tree.tokens, *(w.tokens for w in self.windows)])
+
+    @cached_property
+    def positions(self) -> Ints:
+        last = self.num_cached + self.last_row
+        pending = np.arange(self.num_cached, last + 1)
+        return np.concatenate([pending, last + self.tree.depths, *(last + w.offsets for w in self.windows)])
+
+    @cached_property
+    def visible(self) -> Bools:
+        """[rows, rows]: which rows of this step each row sees. Every row also sees all cached tokens."""
+        window = sum(map(len, self.windows))
+        visible: Bools = visibility(len(self.pending), self.tree.parents, window)
+        start = len(self) - window
+        for rows in self.windows:
+            end = start + len(rows)
+            visible[start:end, start:end] = rows.sees
+            start = end
+        return visible
+
+    @cached_property
+    def needs_logits(self) -> Bools:
+        """[rows]: rows whose logits are needed."""
+        count = max(self.predict, int(self.complete))
+        pending = np.arange(len(self.pending)) >= len(self.pending) - count
+        return np.concatenate([pending, np.ones(len(self.tree), bool), *(w.wanted for w in self.windows)])
+
+
+class StepPlan:
+    """One forward pass for several requests.
+
+    Its arrays hold every row, padded to the widest request. Padding rows hold token 0 at the position of the request's
+    last token, see what that token sees, and are never read.
+    """
+
+    def __init__(self, requests: Seq[RequestPlan], top_k: int = 0, logit_rows: Ints | None = None) -> None:
+        self.requests = requests
+        self.top_k = top_k  # how many of the most likely tokens to return for each row
+        self.lengths = [len(rows) for rows in requests]
+        self.width = max(self.lengths)
+        if logit_rows is not None:
+            self.logit_rows = logit_rows
+
+    @property
+    def batch(self) -> int:
+        return len(self.requests)
+
+    @cached_property
+    def num_cached(self) -> Ints:
+        """[batch]"""
+        return np.array([rows.num_cached for rows in self.requests], dtype=np.int64)
+
+    @cached_property
+    def num_rows(self) -> Ints:
+        """[batch]"""
+        return np.array(self.lengths, dtype=np.int64)
+
+    @cached_property
+    def tokens(self) -> Ints:
+        """[batch, rows]"""
+        tokens = np.zeros((self.batch, self.width), dtype=np.int64)
+        for i, rows in enumerate(self.requests):
+            tokens[i, : len(rows)] = rows.tokens
+        return tokens
+
+    @cached_property
+    def positions(self) -> Ints:
+        """[batch, rows]"""
+        positions = np.zeros((self.batch, self.width), dtype=np.int64)
+        for i, rows in enumerate(self.requests):
+            positions[i, : len(rows)] = rows.positions
+            positions[i, len(rows) :] = rows.num_cached + rows.last_row
+        return positions
+
+    @cached_property
+    def logit_rows(self) -> Ints:
+        """Rows whose logits are computed: the union over the batch, since a model takes one list for all requests."""
+        needed = np.zeros(self.width, dtype=bool)
+        for rows in self.requests:
+            needed[: len(rows)] |= rows.needs_logits
+        return np.flatnonzero(needed)
+
+    @cached_property
+    def visible(self) -> Bools:
+        """[batch, rows, rows]; only built for steps that need a mask."""
+        visible = np.zeros((self.batch, self.width, self.width), dtype=bool)
+        for i, rows in enumerate(self.requests):
+            n = len(rows)
+            visible[i, :n, :n] = rows.visible
+            visible[i, n:] = visible[i, rows.last_row]
+        return visible
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether any causal model can run this step as it is: the next tokens of texts of equal length."""
+        only_pending = all(len(rows) == len(rows.pending) for rows in self.requests)
+        return only_pending and bool(
+            (self.num_cached == self.num_cached[0]).all() and (self.num_rows == self.num_rows[0]).all()
+        )
+
+    def spread(self, values: Ints) -> Ints:
+        """Place values of the logit rows, [batch, logit rows], at their rows, [batch, rows]; -1 elsewhere."""
+        spread = np.full((self.batch, self.width), -1, dtype=np.int64)
+        spread[:, self.logit_rows] = values
+        return spread
+
+
+@jit
+def visibility(pending, parents, window):  # type: ignore[no-untyped-def]
+    """[rows, rows]: pending tokens are causal, every other row sees them, and a node sees the path to it.
+
+    What the `window` rows at the end see of each other is left to the caller.
+    """
+    nodes = len(parents)
+    rows = pending + nodes + window
+    visible = np.zeros((rows, rows), np.bool_)
+    for row in range(pending):
+        visible[row, : row + 1] = True
+    for row in range(pending, rows):
+        visible[row, :pending] = True
+    for node in range(nodes):
+        row, parent = pending + node, parents[node]
+        if parent >= 0:
+            visible[row, pending : pending + parent + 1] = visible[pending + parent, pending : pending + parent + 1]
+        visible[row, row] = True
+    return visible
+
+
+@jit
+def tokens_and_predecessors(pending, tokens, parents, before):  # type: ignore[no-untyped-def]
+    """Return the tokens of the pending rows and the tree, and the token before each; `before` precedes the first."""
+    fed = np.empty(len(pending) + len(tokens), np.int32)
+    previous = np.empty(len(fed), np.int32)
+    for row in range(len(pending)):
+        fed[row] = pending[row]
+        previous[row] = pending[row - 1] if row else before
+    for node in range(len(tokens)):
+        fed[len(pending) + node] = tokens[node]
+        previous[len(pending) + node] = fed[len(pending) + parents[node]]
+    return fed, previous

@@ -1,0 +1,31 @@
+"""Progress bars on standard error that leave nothing behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+Advance = Callable[[int], None]
+
+
+@contextmanager
+def progress_bar(text: str, total: int | None = None, done: int = 0, unit: str = "") -> Iterator[Advance]:
+    """Show `text` and a bar while the block runs; the yielded function advances the bar by an amount."""
+    amount = [DownloadColumn()] if unit == "bytes" else [MofNCompleteColumn()] if total is not None else []
+    columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), *amount, TimeElapsedColumn()]
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(text, total=total, completed=done)
+        yield lambda step: progress.advance(task, step)

@@ -1,0 +1,1 @@
+"""The engine: requests, the scheduler, the step, verification, and the thread that drives it."""

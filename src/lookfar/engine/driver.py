@@ -1,0 +1,247 @@
+"""The driver: one thread that steps an engine while there is work, for any number of callers.
+
+Callers submit requests and read their outputs from a bounded queue. A reader that falls behind stops nobody: when its
+queue is full, its requests are paused and give up their place in the KV cache; they go on when it reads again, and
+nothing is lost.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator, Mapping
+from queue import SimpleQueue
+from threading import Event, RLock, Thread, get_ident
+from typing import Any
+from weakref import WeakSet, finalize, ref
+
+import torch
+
+from lookfar.engine.engine import Engine
+from lookfar.engine.outputs import RequestResult, StepOutput
+from lookfar.engine.request import Request
+from lookfar.errors import LookfarError
+
+QUEUE_LIMIT = 64  # outputs of one request that wait for their reader
+CLOSE_SECONDS = 10.0  # to wait for the step that is under way when the driver is closed
+
+Message = Callable[[], None]
+_drivers: WeakSet[Driver] = WeakSet()
+
+
+class Submission:
+    """The outputs of the requests of one call, in the order in which they were made."""
+
+    def __init__(self, driver: Driver, requests: Mapping[int, Request], stream: bool) -> None:
+        self.requests = requests  # by index
+        self.stream = stream  # whether every step is wanted, or finished requests only
+        self.handles: list[int] = []
+        self.is_cancelled = False
+        self._driver = driver
+        self._unfinished = len(requests)
+        self._queue: SimpleQueue[StepOutput | None] = SimpleQueue()
+        self._limit = QUEUE_LIMIT * len(requests)
+        self._paused = False
+
+    def __iter__(self) -> Iterator[StepOutput]:
+        while (output := self.next_output()) is not None:
+            yield output
+
+    def next_output(self) -> StepOutput | None:
+        """Wait for the next output; None if there are no more, or the submission was cancelled.
+
+        An error of a request is raised here, and cancels the other requests of the call.
+        """
+        if not self._unfinished:
+            return None
+        output = self._queue.get()
+        if output is None or self.is_cancelled:
+            self._queue.put(None)  # for other readers
+            return None
+        if self._paused and self._queue.qsize() <= self._limit // 2:
+            self._paused = False
+            self._driver.post(self._resume)
+        self._unfinished -= output.is_last
+        if output.error is not None:
+            self.cancel()
+            raise output.error
+        return output
+
+    def results(self) -> dict[int, RequestResult]:
+        """Wait for all requests and return their results by index."""
+        return {output.index: output.result for output in self if output.result is not None}
+
+    def cancel(self, wait: bool = True) -> None:
+        """Cancel what is not finished; from any thread, any number of times. By default waits until it is done."""
+        if self.is_cancelled or not self._unfinished:
+            return
+        self.is_cancelled = True
+        self._queue.put(None)
+        self._driver.cancel(self, wait)
+
+    def deliver(self, output: StepOutput) -> None:
+        """Hand over an output, in the driver's thread; pause the requests if the reader is too far behind."""
+        if not (self.stream or output.is_last):
+            return
+        self._queue.put(output)
+        if self._queue.qsize() >= self._limit and not self._paused:
+            self._paused = True
+            if self._queue.qsize() <= self._limit // 2:
+                self._paused = False  # the reader has caught up meanwhile, and did not see the flag
+            else:
+                for handle in self.handles:
+                    self._driver.engine.pause(handle)
+
+    def _resume(self) -> None:
+        for handle in self.handles:
+            self._driver.engine.resume(handle)
+
+
+class Driver:
+    """Steps an engine in a thread of its own. The thread starts with the first request and ends with the driver."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._inbox: SimpleQueue[Message | None] = SimpleQueue()
+        self._lock = RLock()  # a stream that is collected meanwhile posts its cancellation
+        self._thread: Thread | None = None
+        self._process = os.getpid()
+        self._submissions: dict[int, Submission] = {}  # by handle of their requests
+        _drivers.add(self)
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller runs in the driver's thread, as logits processors do; it must not wait there."""
+        return self._thread is not None and self._thread.ident == get_ident()
+
+    def submit(self, requests: Mapping[int, Request], stream: bool = False) -> Submission:
+        """Submit the requests of one call, by index. Raises what is wrong with them before anything is decoded."""
+        for request in requests.values():
+            self.engine.check(request)
+        for request in requests.values():
+            if request.sampling.random is not None:
+                request.sampling.random.noise.start()
+        submission = Submission(self, requests, stream)
+        self.post(lambda: self._add(submission))
+        return submission
+
+    def cancel(self, submission: Submission, wait: bool) -> None:
+        """Cancel the requests of a submission; with `wait`, return when they are gone."""
+        done = Event()
+
+        def cancel() -> None:
+            for handle in submission.handles:
+                self.engine.cancel(handle)
+                self._submissions.pop(handle, None)
+            done.set()
+
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():  # closed, or the program ends
+                cancel()
+                return
+            self.post(cancel)
+        if wait and not self.is_current_thread:
+            done.wait()
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Run a function in the driver's thread, between two steps, and wait for it."""
+        done = Event()
+
+        def run() -> None:
+            try:
+                function()
+            finally:
+                done.set()
+
+        self.post(run)
+        if not self.is_current_thread:
+            done.wait()
+
+    def post(self, message: Message) -> None:
+        """Have a message handled in the driver's thread, between two steps."""
+        with self._lock:
+            if self._process != os.getpid():
+                self._forget_parent()
+            self._inbox.put(message)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = Thread(target=_drive, args=(ref(self), self._inbox), name="lookfar", daemon=True)
+                self._thread.start()
+                finalize(self, self._inbox.put, None)
+
+    def close(self) -> None:
+        """Stop the thread after the step that is under way; requests that are not finished get an error."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive() and not self.is_current_thread:
+            self._inbox.put(self._abort)
+            self._inbox.put(None)
+            thread.join(CLOSE_SECONDS)
+
+    def run(self, message: Message | None) -> bool:
+        """Handle a message and step until there is no work left; False if the thread has to end."""
+        while message is not None:
+            message()
+            while self.engine.has_work and self._inbox.empty():
+                self._step()
+            if self._inbox.empty():
+                self.engine.settle()
+                return True
+            message = self._inbox.get()
+        return False
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except BaseException as error:  # a fault of the engine: nothing can go on from here
+            outputs = self.engine.abort(error)
+        for output in outputs:
+            submission = self._submissions.get(output.handle)
+            if submission is not None:
+                if output.is_last:
+                    del self._submissions[output.handle]
+                submission.deliver(output)
+
+    def _add(self, submission: Submission) -> None:
+        for index, request in submission.requests.items():
+            if submission.is_cancelled:
+                return
+            try:
+                handle = self.engine.add(request, index)
+            except BaseException as error:  # a drafter that cannot be made, or costs that cannot be measured
+                submission.deliver(StepOutput(-1, index, error=error))
+                return
+            submission.handles.append(handle)
+            self._submissions[handle] = submission
+
+    def _abort(self) -> None:
+        for output in self.engine.abort(LookfarError("The engine was closed: make a new LM to decode.")):
+            if (submission := self._submissions.pop(output.handle, None)) is not None:
+                submission.deliver(output)
+
+    def _forget_parent(self) -> None:
+        """Start over in a forked process: the thread and the callers are the parent's."""
+        self._process, self._thread = os.getpid(), None
+        self._inbox = SimpleQueue()
+        self._submissions.clear()
+        self.engine.abort(LookfarError("The request belongs to the parent process."))
+
+
+def _drive(driver_of: ref[Driver], inbox: SimpleQueue[Message | None]) -> None:
+    """Run a driver. While it is idle, the thread does not keep it alive."""
+    while True:
+        message = inbox.get()
+        driver = driver_of()
+        if driver is None or message is None:
+            return
+        if driver.engine.runner.model.device.type == "cuda":
+            torch.cuda.set_device(driver.engine.runner.model.device)
+        if not driver.run(message):
+            return
+        del driver, message
+
+
+@atexit.register
+def _close_all() -> None:
+    """End all threads before the interpreter does: a thread inside torch would bring it down."""
+    for driver in list(_drivers):
+        driver.close()

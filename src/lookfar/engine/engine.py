@@ -1,0 +1,152 @@
+"""The engine: one step at a time, without threads and without locks.
+
+A step runs the model once for a batch of requests: schedule, draft, run, verify, commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from lookfar.engine.costs import measured_costs, save_refined_costs
+from lookfar.engine.outputs import StepOutput
+from lookfar.engine.request import Request, RequestState
+from lookfar.engine.scheduler import Scheduler
+from lookfar.engine.verify import verify
+from lookfar.errors import CapacityError, ConfigError
+from lookfar.runners.base import ModelRunner
+from lookfar.speculation.cost_curve import CostCurve
+from lookfar.speculation.draft_state import DraftState
+from lookfar.speculation.speculator import Speculator
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The limits of an engine."""
+
+    max_batch: int = 8  # requests that are decoded at once
+    max_length: int | None = None  # of a text, prompt included; None: the model's own limit
+    prefill_chunk: int = 512  # prompt rows of one step
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+
+
+class Engine:
+    """Decodes requests on one model. Not thread-safe: `Driver` lets several threads use one."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig | None = None,
+        draft_state: DraftState | None = None,
+        costs: CostCurve | None = None,
+    ) -> None:
+        self.runner = runner
+        self.config = config or EngineConfig()
+        most = runner.limits.rows
+        if runner.limits.fixed_rows and most is not None and self.config.max_batch > most:
+            raise ConfigError(f"max_batch must be at most {most} with exact=True, not {self.config.max_batch}.")
+        self.draft_state = draft_state or DraftState(runner.model.vocab_size)  # of requests without one of their own
+        self.cache = runner.create_cache()
+        self.scheduler = Scheduler(self.cache, self.config.max_batch, self.config.prefill_chunk)
+        self.speculator = Speculator(costs)
+        self._handles = count()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return self.scheduler.has_work
+
+    @torch.no_grad()
+    def step(self) -> list[StepOutput]:
+        """Run one forward pass and return what it did; nothing if there is no work.
+
+        Errors are returned in the outputs of the requests that they end.
+        """
+        batch = self.scheduler.schedule(self.runner.limits)
+        if not batch.requests:
+            return self.scheduler.take_ended()
+        try:
+            plan = self.speculator.plan(batch, self.runner.limits)
+            pending = self.runner.launch(plan, self.cache)
+            self.speculator.learn()  # from the last step, while the device works
+            result = pending.result()
+            walks = verify(batch.requests, plan, result)
+            self.speculator.observe(walks, result)
+            return self.scheduler.commit(batch, plan, walks, result)
+        except BaseException as error:
+            # Bits computed again would differ, so exact steps are not retried.
+            retry = isinstance(error, Exception) and not self.runner.limits.fixed_rows
+            return self.scheduler.recover(batch, error, retry)
+
+    def add(self, request: Request, index: int = 0) -> int:
+        """Add a request and return its handle; `index` is its place among the requests of one call."""
+        self.check(request)
+        state = RequestState(request, next(self._handles), index, request.draft_state or self.draft_state)
+        if request.budget == "auto" and request.strategies and self.speculator.costs is None:
+            self.speculator.costs = measured_costs(self.runner, self.cache, self.scheduler.max_batch)
+        self.scheduler.add(state)
+        return state.handle
+
+    def cancel(self, handle: int) -> None:
+        """Drop a request; nothing happens if it has ended."""
+        self.scheduler.cancel(handle)
+        self.settle()
+
+    def pause(self, handle: int) -> None:
+        """Stop decoding a request until `resume`. It gives up its place in the KV cache and loses nothing."""
+        self.scheduler.pause(handle)
+
+    def resume(self, handle: int) -> None:
+        """Go on with a paused request."""
+        self.scheduler.resume(handle)
+
+    def abort(self, error: BaseException) -> list[StepOutput]:
+        """End all requests with an error."""
+        return self.scheduler.abort(error)
+
+    def settle(self) -> None:
+        """Finish learning from the last steps, and keep a refined cost curve: called when there is time."""
+        self.speculator.learn()
+        if self.speculator.costs is not None:
+            save_refined_costs(self.runner, self.speculator.costs)
+
+    def widen(self, requests: int) -> None:
+        """Let at least so many requests be decoded at once."""
+        most = self.runner.limits.rows if self.runner.limits.fixed_rows else None
+        self.scheduler.max_batch = max(self.scheduler.max_batch, min(requests, most or requests))
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens of a text, prompt included; None: no limit."""
+        limits = [self.config.max_length, self.runner.model.support.max_positions]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that cannot fit, before anything is decoded."""
+        if self.max_length is not None and request.max_length > self.max_length:
+            ours = self.max_length != self.runner.model.support.max_positions
+            raise CapacityError(
+                f"The prompt has {len(request.prompt)} tokens and max_new_tokens is {request.max_new_tokens}: "
+                f"{request.max_length} do not fit in {self.max_length}, so shorten one of them"
+                + (" or raise max_length." if ours else ", the longest text this model can position.")
+            )
+        limits = self.runner.limits
+        window = sum(strategy.max_rows for strategy in request.strategies if strategy.uses_window)
+        if limits.rows is not None and window >= limits.rows:
+            raise ConfigError(
+                f"A step has room for {limits.rows} rows here and the window of this strategy takes {window + 1}: "
+                "make it smaller."
+            )
+        if limits.fixed_rows and request.kv.embeds is not None:
+            raise ConfigError("exact=True takes prompts as token ids, not as embeddings.")
+
+    def can_speculate(self, request: Request) -> bool:
+        """Whether draft trees for this request are verified exactly; transformers decodes other requests."""
+        support = self.runner.model.support
+        return support.trees and (support.tree_limit is None or request.max_positions <= support.tree_limit)

@@ -1,0 +1,139 @@
+"""Requests, and their state while they are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from transformers import Cache, StoppingCriteriaList
+
+from lookfar.core.tree import DraftTree
+from lookfar.drafters.base import DraftContext, Strategy
+from lookfar.engine.stats import Stats
+from lookfar.kvcache.base import KVState
+from lookfar.sampling.sampler import Sampler, SamplingParams
+from lookfar.speculation.draft_state import DraftState
+from lookfar.speculation.interface import RequestSpeculation
+from lookfar.speculation.row_budget import Budget, max_draft_rows
+
+FinishReason = Literal["stop", "length"]
+PREDICTED_PROMPT = 128  # prompt rows whose predictions drafters get, or as many as the request may emit
+
+
+@dataclass(frozen=True)
+class KVOptions:
+    """Where the first KV positions of a request come from, if not from its tokens, and whether they are returned."""
+
+    embeds: torch.Tensor | None = None  # [tokens of the prompt, hidden] what the prompt is fed as
+    past: Cache | None = None  # a transformers cache that holds the beginning of the prompt
+    reuse: bool = False  # start from what an earlier request left in the KV cache
+    export: bool = False  # return the KV at the end
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to decode, and how."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    strategies: tuple[Strategy, ...] = ()
+    budget: Budget = None
+    remember: bool = True  # whether later requests may draft from this one
+    criteria: StoppingCriteriaList | None = None  # asked after every token
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    kv: KVOptions = field(default_factory=KVOptions)
+    draft_state: DraftState | None = None  # None: the engine's
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens that the text can come to."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def max_draft_rows(self) -> int:
+        """The most rows that its drafters add to one step."""
+        return max_draft_rows(self.strategies, self.budget)
+
+    @property
+    def max_positions(self) -> int:
+        """The most KV positions that it needs."""
+        return self.max_length + self.max_draft_rows
+
+
+class RequestState:
+    """A request from its submission to its end. Only the engine reads and changes it."""
+
+    def __init__(self, request: Request, handle: int, index: int, state: DraftState) -> None:
+        self.request = request
+        self.handle = handle
+        self.index = index  # its place among the requests of one call
+        self.ids = list(request.prompt)
+        self.num_cached = 0
+        self.kv = -1  # its handle in the KV cache
+        self.finish_reason: FinishReason | None = None
+        self.error: BaseException | None = None
+        self.num_delivered = 0  # emitted tokens that left the engine
+        self.retried = False  # it was in a step that failed, and runs alone since
+        self.swapped: KVState | None = None  # its KV while it waits for its reader
+        self.stats = Stats(prompt_tokens=len(self.ids))
+        self.sampler = Sampler(request.sampling, request.prompt)
+        self.exported: KVState | None = None
+        context = DraftContext(request.prompt, request.max_length, state.sources, request.remember)
+        self.speculation = RequestSpeculation(request.strategies, request.budget, context, state)
+        self._started: float | None = None
+
+    @property
+    def output(self) -> list[int]:
+        return self.ids[len(self.request.prompt) :]
+
+    def deliver(self) -> tuple[int, ...]:
+        """Return the emitted tokens that have not left the engine yet."""
+        new = self.ids[len(self.request.prompt) + self.num_delivered :]
+        self.num_delivered += len(new)
+        return tuple(new)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.ids) - self.num_cached
+
+    @property
+    def remaining(self) -> int:
+        return self.request.max_length - len(self.ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def predicted_from(self) -> int:
+        return len(self.request.prompt) - max(PREDICTED_PROMPT, self.request.max_new_tokens)
+
+    @property
+    def embeds(self) -> Any:
+        return self.request.kv.embeds
+
+    def start(self) -> None:
+        """Start the clock, when the request first gets its place in the KV cache."""
+        if self._started is None:
+            self._started = perf_counter()
+
+    def accept(self, tokens: list[int], finish_reason: FinishReason | None) -> None:
+        """Append the tokens of a step."""
+        self.ids += tokens
+        self.sampler.append(tokens)
+        self.finish_reason = finish_reason
+        self.stats.step_sizes.append(len(tokens))
+        assert self._started is not None
+        self.stats.seconds = perf_counter() - self._started
+
+    def fail(self, error: BaseException) -> None:
+        """End the request with an error."""
+        self.error = error
+
+    def count_drafts(self, tree: DraftTree, accepted: Seq[int]) -> None:
+        """Count the draft tokens of a step by source."""
+        self.stats.count_drafts(tree, accepted)

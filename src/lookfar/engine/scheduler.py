@@ -1,0 +1,282 @@
+"""The scheduler: which requests take part in a step, and what becomes of them afterwards."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from time import perf_counter
+
+from lookfar.core.plan import RunnerLimits, StepPlan
+from lookfar.engine.outputs import RequestResult, StepOutput
+from lookfar.engine.request import RequestState
+from lookfar.engine.verify import Walk
+from lookfar.errors import CapacityError
+from lookfar.kvcache.base import KVCache, kv_of
+from lookfar.runners.base import StepResult
+
+
+@dataclass
+class StepBatch:
+    """The requests of one step, how many pending tokens each may feed, and the times of the step."""
+
+    requests: list[RequestState]
+    chunks: list[int]
+    started: float
+    seconds: float = 0.0
+    host_seconds: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
+class Scheduler:
+    """Admits requests in their order, picks the ones that share a step, and commits its outcome.
+
+    Requests beyond `max_batch` wait. A paused request gives up its place in the KV cache and keeps a copy of its KV.
+    """
+
+    def __init__(self, cache: KVCache, max_batch: int, prefill_chunk: int) -> None:
+        self.cache = cache
+        self.max_batch = max_batch
+        self.prefill_chunk = prefill_chunk
+        self.waiting: deque[RequestState] = deque()
+        self.retrying: deque[RequestState] = deque()  # of a step that failed: they run one at a time
+        self.running: dict[int, RequestState] = {}  # by handle in the KV cache
+        self.paused: dict[int, RequestState] = {}  # by handle of the request
+        self._ended: list[StepOutput] = []  # of requests that ended outside of a step
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.retrying or self.running or self._ended)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is known at all."""
+        return not (self.has_work or self.paused)
+
+    def add(self, state: RequestState) -> None:
+        self.waiting.append(state)
+
+    def cancel(self, handle: int) -> None:
+        """Forget a request; nothing happens if it has ended."""
+        self.paused.pop(handle, None)
+        for queue in (self.waiting, self.retrying):
+            for state in [state for state in queue if state.handle == handle]:
+                queue.remove(state)
+        for state in [state for state in self.running.values() if state.handle == handle]:
+            self._release(state)
+
+    def pause(self, handle: int) -> None:
+        """Take a running request out of the KV cache until it is resumed."""
+        for state in [state for state in self.running.values() if state.handle == handle]:
+            kv = self.cache.export_kv(state.kv, 0, state.num_cached)
+            state.swapped = [None if layer is None else (layer[0].cpu(), layer[1].cpu()) for layer in kv]
+            self._release(state)
+            self.paused[handle] = state
+
+    def resume(self, handle: int) -> None:
+        """Let a paused request wait for a place."""
+        if handle in self.paused:
+            self.waiting.appendleft(self.paused.pop(handle))
+
+    def schedule(self, limits: RunnerLimits) -> StepBatch:
+        """Admit waiting requests and pick the next step; it is empty if nothing can run."""
+        started = perf_counter()
+        self._admit()
+        requests, chunks = self._next_group(limits) if self.running else ([], [])
+        return StepBatch(requests, chunks, started)
+
+    def _admit(self) -> None:
+        if self.retrying or any(state.retried for state in self.running.values()):
+            if not self.running:
+                self._make_room(self.retrying)
+                if self.retrying:
+                    self._start(self.retrying.popleft())
+            return
+        if self.waiting and len(self.running) < self.max_batch:
+            self._make_room(self.waiting)
+        while self.waiting and len(self.running) < self.max_batch:
+            if not self.cache.has_room(self.waiting[0].request.max_positions):
+                return
+            self._start(self.waiting.popleft())
+
+    def _make_room(self, queue: deque[RequestState]) -> None:
+        """Reserve KV cache for all requests of a queue, or for its first one; end that one if it cannot fit."""
+        keep = bool(self.running) or any(state.request.kv.reuse for state in queue)
+        length = max(state.request.max_positions for state in queue)
+        try:
+            slots = min(self.max_batch, len(self.running) + len(queue))
+            self.cache.reserve(slots, length, most=self.max_batch, keep=keep)
+            return
+        except CapacityError:
+            pass
+        try:
+            first = queue[0].request.max_positions
+            self.cache.reserve(len(self.running) + 1, first, most=len(self.running) + 1, keep=keep)
+        except Exception as error:
+            if not self.running:  # otherwise it waits for their memory
+                queue[0].fail(error)
+                self._ended.append(_last_output(queue.popleft()))
+
+    def _start(self, state: RequestState) -> None:
+        """Give a request its place in the KV cache, with what is cached already."""
+        state.start()
+        request = state.request
+        try:
+            if state.swapped is not None or request.kv.past is not None:
+                kv = state.swapped if state.swapped is not None else kv_of(request.kv.past)
+                state.kv, _ = self.cache.allocate()
+                self.running[state.kv] = state
+                state.num_cached = self.cache.import_kv(state.kv, kv)
+            else:
+                state.kv, state.num_cached = self.cache.allocate(request.prompt if request.kv.reuse else ())
+                self.running[state.kv] = state
+        except BaseException as error:
+            state.fail(error)
+            self._ended.append(_last_output(state))
+            if state.kv in self.running:
+                self._release(state)
+            return
+        if state.swapped is None and not state.stats.steps:
+            state.stats.reused_tokens = state.num_cached
+        state.swapped = None
+
+    def _next_group(self, limits: RunnerLimits) -> tuple[list[RequestState], list[int]]:
+        """Pick neighbouring requests for one step, and how many pending tokens each of them may feed.
+
+        All of them, if they decode or if nothing is padded: prefills then share `prefill_chunk` rows, or what decoding
+        leaves of the runner's rows, the first one first. Otherwise some that prefill, as many as fit one padded block.
+        """
+        order = [self.running[handle] for handle in self.cache.order]
+        start = next((i for i, state in enumerate(order) if state.num_pending > 1), None)
+        if start is None:
+            return order, [1] * len(order)
+        flat = not limits.padded and all(state.embeds is None for state in order)
+        if flat and not limits.fixed_rows and (limits.rows or 0) >= max(self.prefill_chunk, len(order)):
+            assert limits.rows is not None
+            chunks, left = [], min(self.prefill_chunk - 1, limits.rows - len(order))
+            for state in order:
+                more = min(state.num_pending - 1, left)
+                chunks.append(1 + more)
+                left -= more
+            return order, chunks
+        end, widest = start, 0
+        while end < len(order) and order[end].num_pending > 1:
+            widest = max(widest, min(order[end].num_pending, self.prefill_chunk))
+            if end > start and limits.fixed_rows:
+                break  # other rows beside a prefill would change the last bits of its KV
+            if end > start and widest * (end - start + 1) > self.prefill_chunk:
+                break
+            end += 1
+        return order[start:end], [self.prefill_chunk] * (end - start)
+
+    def commit(
+        self, batch: StepBatch, plan: StepPlan, walks: list[Walk | None], result: StepResult
+    ) -> list[StepOutput]:
+        """Keep the KV of accepted tokens, free the requests that ended, and return what the step did."""
+        for state, rows, walk in zip(batch.requests, plan.requests, walks, strict=True):
+            if state.error is None:
+                nodes = walk.nodes if walk is not None else ()
+                kept = [*range(len(rows.pending)), *(rows.node_row(node) for node in nodes)]
+                state.num_cached = self.cache.commit(state.kv, kept)
+                if walk is not None:
+                    state.stats.rows += len(rows) - rows.last_row
+        for state in reversed([state for state in batch.requests if state.is_finished]):
+            if state.request.kv.export and state.error is None:
+                # The caller's own cache still holds what came from it; the last token was never fed.
+                state.exported = self.cache.export_kv(state.kv, state.stats.reused_tokens, len(state.ids) - 1)
+            self._release(state)
+        sampling = sum(walk.sampling_seconds for walk in walks if walk is not None)
+        batch.seconds = perf_counter() - batch.started
+        batch.host_seconds = batch.seconds - result.seconds - sampling
+        share = (batch.host_seconds + result.launch_seconds) / len(batch)
+        outputs = []
+        for state, rows, walk in zip(batch.requests, plan.requests, walks, strict=True):
+            state.stats.host_seconds += share
+            if walk is not None and state.error is None:
+                outputs.append(
+                    StepOutput(
+                        state.handle,
+                        state.index,
+                        state.stats.steps,
+                        state.deliver(),
+                        tuple(walk.nodes),
+                        rows,
+                        batch.seconds,
+                        share,
+                        state.stats.seconds,
+                        state.stats.reused_tokens,
+                        state.finish_reason,
+                        _result(state) if state.finish_reason is not None else None,
+                    )
+                )
+            elif state.error is not None:
+                outputs.append(_last_output(state))
+        return outputs + self.take_ended()
+
+    def recover(self, batch: StepBatch, error: BaseException, retry: bool) -> list[StepOutput]:
+        """Restart after a failed step, which leaves the KV cache inconsistent.
+
+        The requests of the step are retried alone, from their tokens; a request that fails alone, or for which `retry`
+        is not allowed, ends with the error. Other running requests start again from their tokens.
+        """
+        running = self._abandon()
+        running += [state for state in batch.requests if state not in running]  # those that were released already
+        for state in reversed(running):
+            in_step = state in batch.requests
+            if not state.is_finished and (not retry or (in_step and len(batch) == 1)):
+                state.fail(error)
+            if state.is_finished:
+                self._ended.append(_last_output(state))
+                continue
+            if tokens := state.deliver():  # the step failed after they were accepted
+                self._ended.append(StepOutput(state.handle, state.index, state.stats.steps, tokens))
+            state.retried = state.retried or in_step
+            (self.retrying if state.retried else self.waiting).appendleft(state)
+        return self.take_ended()
+
+    def abort(self, error: BaseException) -> list[StepOutput]:
+        """End all requests with an error."""
+        states = [*self._abandon(), *self.retrying, *self.waiting, *self.paused.values()]
+        for queue in (self.retrying, self.waiting, self.paused):
+            queue.clear()
+        for state in states:
+            state.fail(error)
+        return self.take_ended() + [_last_output(state) for state in states]
+
+    def _abandon(self) -> list[RequestState]:
+        """Take all running requests out of the KV cache, whose contents are lost, and return them in their order."""
+        running = [self.running[handle] for handle in self.cache.order]
+        self.cache.abandon()
+        self.running.clear()
+        for state in running:
+            state.kv, state.num_cached = -1, 0
+        return running
+
+    def take_ended(self) -> list[StepOutput]:
+        """Return the last outputs of requests that ended outside of a step."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _release(self, state: RequestState) -> None:
+        """Free the KV of a request; later requests may start from it if its tokens are known."""
+        known = state.request.kv.embeds is None and state.request.kv.past is None and state.error is None
+        self.cache.free(state.kv, state.ids[: state.num_cached] if known else ())
+        del self.running[state.kv]
+        state.kv = -1
+
+
+def _result(state: RequestState) -> RequestResult:
+    assert state.finish_reason is not None
+    sampler = state.sampler
+    return RequestResult(state.output, state.finish_reason, state.stats, sampler.scores, sampler.logits, state.exported)
+
+
+def _last_output(state: RequestState) -> StepOutput:
+    """Return the output of a request that ended without emitting anything more."""
+    reason = state.finish_reason if state.error is None else None
+    result = _result(state) if reason is not None else None
+    tokens = state.deliver() if reason is not None else ()
+    return StepOutput(
+        state.handle, state.index, state.stats.steps, tokens, finish_reason=reason, result=result, error=state.error
+    )

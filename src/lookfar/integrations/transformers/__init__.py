@@ -1,0 +1,1 @@
+"""lookfar as the decoding loop of `model.generate`."""

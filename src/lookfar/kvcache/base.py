@@ -1,0 +1,84 @@
+"""The KV cache as the engine sees it: requests hold handles, and the layout in memory is the cache's own business."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+
+import torch
+from transformers import Cache
+
+from lookfar.core.plan import StepPlan
+
+KVHandle = int
+# The KV of one request, for each layer keys and values, [1, heads, positions, head_dim]; None for an unused layer.
+KVState = list[tuple[torch.Tensor, torch.Tensor] | None]
+
+
+class KVCache(ABC):
+    """The KV of the running requests.
+
+    A step writes its rows behind the committed positions of their requests; `commit` then keeps the accepted ones. An
+    implementation may keep other per-request state the same way: `commit` returns how many tokens are really cached,
+    and the engine feeds the rest again.
+    """
+
+    @property
+    @abstractmethod
+    def order(self) -> Seq[KVHandle]:
+        """The allocated handles in memory order. The requests of one step have to be neighbours in this order."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The memory held."""
+
+    @abstractmethod
+    def reserve(self, requests: int, length: int, *, most: int, keep: bool) -> None:
+        """Make room for `requests` requests of `length` positions each, now or never more than `most` requests.
+
+        With `keep` the present contents stay; otherwise their memory may be released first. Raises `CapacityError`.
+        """
+
+    @abstractmethod
+    def has_room(self, length: int) -> bool:
+        """Whether a request of `length` positions can be allocated now."""
+
+    @abstractmethod
+    def allocate(self, prompt: Seq[int] = ()) -> tuple[KVHandle, int]:
+        """Allocate a request. Returns its handle and how many leading tokens of `prompt` are cached already."""
+
+    @abstractmethod
+    def writer(self, plan: StepPlan) -> Cache:
+        """Return the transformers cache through which a forward pass writes the rows of a plan."""
+
+    @abstractmethod
+    def commit(self, handle: KVHandle, rows: Seq[int]) -> int:
+        """Keep these rows of the last step (ascending) and drop the others; return the number of cached tokens."""
+
+    @abstractmethod
+    def fork(self, handle: KVHandle, length: int) -> KVHandle:
+        """Allocate a request that starts with the first `length` positions of another one."""
+
+    @abstractmethod
+    def free(self, handle: KVHandle, tokens: Seq[int] = ()) -> None:
+        """Free a request. `tokens` is the text of its cached positions, if later requests may start from them."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Forget all requests without touching their memory, which may be in any state."""
+
+    @abstractmethod
+    def export_kv(self, handle: KVHandle, start: int, end: int) -> KVState:
+        """Return a copy of some positions of a request."""
+
+    @abstractmethod
+    def import_kv(self, handle: KVHandle, state: KVState) -> int:
+        """Fill the first positions of a request; return the number of cached tokens."""
+
+
+def kv_of(past: Cache) -> KVState:
+    """Return the contents of a transformers cache of one sequence."""
+    return [
+        (layer.keys, layer.values) if layer.is_initialized and layer.keys.shape[-2] else None for layer in past.layers
+    ]

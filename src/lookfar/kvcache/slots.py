@@ -1,0 +1,204 @@
+"""A KV cache of slots: one preallocated buffer per layer, written in place, committed in place.
+
+A slot's position i holds the token at position i once it is committed. A step writes row r of a request at the slot's
+position `length + r`; `commit` moves the accepted rows to where they belong. Active requests always occupy the first
+slots, so a model reads a slice of the buffers and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+
+import numpy as np
+import torch
+from transformers import Cache
+
+from lookfar.core.arrays import Ints
+from lookfar.core.ids import common_prefix
+from lookfar.core.plan import StepPlan
+from lookfar.errors import CapacityError
+from lookfar.kvcache.base import KVCache, KVHandle, KVState
+from lookfar.kvcache.slot_buffers import SlotBuffers
+
+# (slots, length, most slots) → the slots and the length to allocate.
+Sizing = Callable[[int, int, int], tuple[int, int]]
+ROUNDED = 64  # lengths are rounded up to a multiple of this
+
+
+def exact_size(slots: int, length: int, most: int) -> tuple[int, int]:
+    """Allocate what is asked for, with the length rounded up."""
+    return slots, -(-length // ROUNDED) * ROUNDED
+
+
+class SlotKVCache(KVCache):
+    """Slots for a number of requests of up to a number of positions each."""
+
+    def __init__(self, slots: int = 0, capacity: int = 0, sizing: Sizing = exact_size) -> None:
+        self.buffers = SlotBuffers(slots, capacity)
+        self.copy_slot: Callable[[int, int, int], None] | None = None  # a faster way to copy a slot, if there is one
+        self._sizing = sizing
+        self._handles: list[KVHandle] = []  # by slot
+        self._lengths: list[int] = []  # committed positions, by slot
+        self._slot_of: dict[KVHandle, int] = {}
+        self._next_handle = 0
+        self._retained: dict[int, list[int]] = {}  # free slot → the text of the positions that it still holds
+        self._moves: dict[int, tuple[Ints, Ints]] = {}  # slot → positions to move, and where to
+
+    @property
+    def slots(self) -> int:
+        return self.buffers.slots
+
+    @property
+    def capacity(self) -> int:
+        return self.buffers.capacity
+
+    @property
+    def order(self) -> Seq[KVHandle]:
+        return self._handles
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.tensors())
+
+    def slot_of(self, handle: KVHandle) -> int:
+        return self._slot_of[handle]
+
+    def reserve(self, requests: int, length: int, *, most: int, keep: bool) -> None:
+        if requests <= self.slots and length <= self.capacity:
+            return
+        if not keep:
+            self.clear()
+        self.apply_moves()
+        slots, capacity = self._sizing(max(requests, self.slots), max(length, self.capacity), most)
+        self.buffers.resize(slots, capacity)
+        self.copy_slot = None
+
+    def clear(self) -> None:
+        """Release the memory. No request may be allocated."""
+        assert not self._handles
+        self.buffers.clear()
+        self._moves.clear()
+        self._retained.clear()
+        self.copy_slot = None
+
+    def has_room(self, length: int) -> bool:
+        return len(self._handles) < self.slots and length <= self.capacity
+
+    def allocate(self, prompt: Seq[int] = ()) -> tuple[KVHandle, int]:
+        slot = self._next_slot()
+        source, reused = slot, 0
+        if prompt and self._retained:
+            shared = {kept: common_prefix(text, prompt) for kept, text in self._retained.items()}
+            source = max(shared, key=shared.__getitem__)
+            reused = min(shared[source], len(prompt) - 1)  # the logits after the last token are needed
+        self._retained.pop(slot, None)
+        if not reused:
+            self._moves.pop(slot, None)
+        elif source != slot:
+            self._copy(source, slot, reused)
+        return self._take(slot, reused), reused
+
+    def _next_slot(self) -> int:
+        if len(self._handles) == self.slots:
+            raise CapacityError(f"All {self.slots} slots of the KV cache are taken.")
+        return len(self._handles)
+
+    def _take(self, slot: int, length: int) -> KVHandle:
+        handle = self._next_handle
+        self._next_handle += 1
+        self._handles.append(handle)
+        self._lengths.append(length)
+        self._slot_of[handle] = slot
+        return handle
+
+    def writer(self, plan: StepPlan) -> Cache:
+        self.apply_moves()
+        first = self._slot_of[plan.requests[0].kv]
+        assert all(self._slot_of[rows.kv] == first + i for i, rows in enumerate(plan.requests)), "not neighbours"
+        self.buffers.begin(plan, first)
+        return self.buffers
+
+    def commit(self, handle: KVHandle, rows: Seq[int]) -> int:
+        """Note the moves; whatever reads the slot next carries them out."""
+        slot = self._slot_of[handle]
+        start = self._lengths[slot]
+        if rows and rows[-1] != len(rows) - 1:  # otherwise all rows are where they belong, since they ascend
+            moved = [(start + row, start + place) for place, row in enumerate(rows) if row != place]
+            source, target = np.array(moved, dtype=np.int64).T
+            self._moves[slot] = source, target
+        self._lengths[slot] = start + len(rows)
+        return start + len(rows)
+
+    def take_moves(self, slot: int, most: int) -> tuple[Ints, Ints] | None:
+        """Hand over the noted moves of a slot, from which positions and to which, if there are at most `most`."""
+        if slot in self._moves and len(self._moves[slot][0]) > most:
+            self.apply_moves()
+        return self._moves.pop(slot, None)
+
+    def apply_moves(self) -> None:
+        """Carry out all noted moves."""
+        for slot, (source, target) in self._moves.items():
+            for buffer in self.buffers.tensors():
+                read, write = (torch.from_numpy(positions).to(buffer.device) for positions in (source, target))
+                buffer[slot, :, write] = buffer[slot, :, read]
+        self._moves.clear()
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of a slot, and the moves that are noted for them."""
+        self._moves.pop(target, None)
+        if source in self._moves:
+            self._moves[target] = self._moves[source]
+            length = max(length, int(self._moves[source][0].max()) + 1)
+        if self.copy_slot is not None:
+            self.copy_slot(source, target, length)
+            return
+        for buffer in self.buffers.tensors():
+            buffer[target, :, :length] = buffer[source, :, :length]
+
+    def fork(self, handle: KVHandle, length: int) -> KVHandle:
+        slot = self._next_slot()
+        self._retained.pop(slot, None)
+        self._copy(self._slot_of[handle], slot, length)
+        return self._take(slot, length)
+
+    def free(self, handle: KVHandle, tokens: Seq[int] = ()) -> None:
+        slot = self._slot_of.pop(handle)
+        last, length = self._handles.pop(), self._lengths.pop()
+        if last == handle:
+            if tokens:
+                self._retained[slot] = list(tokens)
+            else:
+                self._moves.pop(slot, None)
+            return
+        # The last request moves into the gap, so that the requests stay neighbours.
+        self._copy(len(self._handles), slot, length)
+        self._moves.pop(len(self._handles), None)
+        self._handles[slot], self._lengths[slot], self._slot_of[last] = last, length, slot
+
+    def abandon(self) -> None:
+        for known in (self._handles, self._lengths, self._slot_of, self._retained, self._moves):
+            known.clear()
+
+    def export_kv(self, handle: KVHandle, start: int, end: int) -> KVState:
+        self.apply_moves()
+        slot, positions = self._slot_of[handle], slice(start, end)
+        return [
+            (layer.keys[slot, None, :, positions].clone(), layer.values[slot, None, :, positions].clone())
+            if layer.is_initialized
+            else None
+            for layer in self.buffers.layers
+        ]
+
+    def import_kv(self, handle: KVHandle, state: KVState) -> int:
+        self.apply_moves()
+        slot, length = self._slot_of[handle], 0
+        for index, kv in enumerate(state):
+            if kv is None:
+                continue
+            keys, values = kv
+            layer, length = self.buffers.layer(index), keys.shape[-2]
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys, values)
+            layer.keys[slot, :, :length], layer.values[slot, :, :length] = keys[0], values[0]
+        self._lengths[slot] = length
+        return length

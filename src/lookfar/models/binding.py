@@ -1,0 +1,176 @@
+"""Binds an unmodified transformers model to step plans: it gets masks, positions and a cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Cache, PreTrainedModel
+
+from lookfar.core.plan import RequestPlan, StepPlan
+from lookfar.kvcache.slots import SlotKVCache
+from lookfar.models.alibi import positions_as_bias
+from lookfar.models.masks import StepMasks
+from lookfar.models.packed_linear import PackedLinears, pack_by_default
+from lookfar.models.support import Support, examine
+
+
+@dataclass(frozen=True)
+class FlatRows:
+    """The rows of a step side by side, without padding between requests."""
+
+    tokens: torch.Tensor  # [rows]
+    positions: torch.Tensor  # [rows]
+    tables: torch.Tensor  # [kinds of layers, rows and tiles, columns]: what each row attends to, see row_table.py
+
+
+class BoundModel:
+    """A causal language model that runs step plans."""
+
+    def __init__(self, model: PreTrainedModel, support: Support | None = None, pack: bool | None = None) -> None:
+        self.model = model
+        self._packed = PackedLinears(model) if (pack_by_default(model) if pack is None else pack) else None
+        self.support = support or examine(model.config, type(model))
+        self._parameters = set(inspect.signature(model.forward).parameters)
+        self._attention = _mask_attention(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go; with `device_map` the device of the embeddings."""
+        place: torch.device = self.model.get_input_embeddings().weight.device
+        if place.type == "meta":  # offloaded by accelerate, which knows where it will be run
+            return torch.device(self.model.get_input_embeddings()._hf_hook.execution_device)
+        return place
+
+    @property
+    def packed(self) -> bool:
+        """Whether its linear layers run with packed weights."""
+        return self._packed is not None and bool(self._packed.layers)
+
+    @property
+    def packed_bytes(self) -> int:
+        """The memory that packed weights take beside the model's own."""
+        return self._packed.nbytes if self._packed is not None else 0
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def forward(self, plan: StepPlan, cache: SlotKVCache) -> torch.Tensor:
+        """Run a step. Returns the logits of the plan's logit rows, [batch, logit rows, vocabulary]."""
+        if self.support.one_by_one and plan.batch > 1:
+            alone = [StepPlan([rows], 0, np.minimum(plan.logit_rows, len(rows) - 1)) for rows in plan.requests]
+            return torch.cat([self.forward(one, cache) for one in alone])
+        writer = cache.writer(plan)
+        logit_rows = torch.from_numpy(plan.logit_rows).to(self.device)
+        with ExitStack() as during, torch.no_grad(), self.attending(self._attention):
+            if self._packed is not None:
+                during.enter_context(self._packed.in_use())
+            arguments = {"logits_to_keep": logit_rows if len(logit_rows) else 1}
+            arguments |= self._positions_and_mask(plan, cache.buffers.kv_length, during)
+            arguments = {name: value for name, value in arguments.items() if name in self._parameters}
+            logits: torch.Tensor = self.model(
+                **self._inputs(plan), past_key_values=writer, use_cache=True, return_dict=True, **arguments
+            ).logits
+        return logits if "logits_to_keep" in arguments else logits[:, logit_rows.to(logits.device)]
+
+    def _inputs(self, plan: StepPlan) -> dict[str, torch.Tensor]:
+        """Return token ids, or embeddings if part of a prompt was given as embeddings."""
+        tokens = torch.from_numpy(plan.tokens).to(self.device)
+        if not any(_feeds_embeds(rows) for rows in plan.requests):
+            return {"input_ids": tokens}
+        embeds: torch.Tensor = self.model.get_input_embeddings()(tokens)
+        for i, rows in enumerate(plan.requests):
+            if rows.embeds is not None:
+                part = rows.embeds[rows.num_cached : rows.num_cached + len(rows.pending)]
+                embeds[i, : len(part)] = part.to(embeds)
+        return {"inputs_embeds": embeds}
+
+    def _positions_and_mask(self, plan: StepPlan, kv_length: int, during: ExitStack) -> dict[str, Any]:
+        """Return positions and masks. A causal step gets no mask: the model masks it as in its own `generate`."""
+        if plan.is_causal:
+            return {"position_ids": torch.from_numpy(plan.positions).to(self.device)}
+        masks = StepMasks(plan, kv_length, self.device)
+        positions = masks.query_positions
+        if self.support.max_positions is not None:
+            # Only window rows can point past the last position, and what they compute there is never used.
+            positions = positions.clamp(max=self.support.max_positions - 1)
+        if self.support.alibi:
+            during.enter_context(positions_as_bias(self.model, masks))
+            return {"position_ids": positions}
+        by_kind = {name: self._as_argument(masks.of(kind)) for name, kind in self.support.kinds.items()}
+        mask = by_kind if self.support.by_layer_type else next(iter(by_kind.values()))
+        return {"position_ids": positions, "attention_mask": mask}
+
+    def _as_argument(self, mask: torch.Tensor) -> torch.Tensor:
+        if self._attention == "sdpa":
+            return mask
+        hidden = torch.finfo(self.model.dtype).min
+        return torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill_(~mask, hidden)
+
+    def forward_flat(self, rows: FlatRows, cache: Cache, forward: Callable[..., Any]) -> torch.Tensor:
+        """Run rows that lie side by side. Returns the logits of all rows, [rows, vocabulary].
+
+        `forward` is the model's own, or a compiled one.
+        """
+        by_kind = dict(zip(self.support.kinds, rows.tables[:, None, None], strict=True))
+        mask = by_kind if self.support.by_layer_type else next(iter(by_kind.values()))
+        arguments = {"position_ids": rows.positions[None], "attention_mask": mask}
+        arguments = {name: value for name, value in arguments.items() if name in self._parameters}
+        with torch.no_grad():
+            logits: torch.Tensor = forward(
+                input_ids=rows.tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **arguments
+            ).logits
+        return logits[0]
+
+    def refuse(self, reason: str) -> None:
+        """Give up speculation for this model."""
+        self.support = replace(self.support, reason=reason)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts that transformers can multiply in several ways."""
+        return self.model.config._experts_implementation is not None and self.model._can_set_experts_implementation()
+
+    @contextmanager
+    def experts(self, name: str | None) -> Iterator[None]:
+        """Multiply experts in another way while the context is open; None changes nothing."""
+        before = self.model.config._experts_implementation if name is not None else None
+        if name is not None:
+            self.model.set_experts_implementation(name)
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.model.set_experts_implementation(before)
+
+    @contextmanager
+    def attending(self, name: str) -> Iterator[None]:
+        """Run the model with another attention while the context is open (its own may take no masks: flash, flex)."""
+        config = self.model.config
+        before = config._attn_implementation
+        if before == name:
+            yield
+            return
+        config._attn_implementation = name
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+
+def _feeds_embeds(rows: RequestPlan) -> bool:
+    return rows.embeds is not None and rows.num_cached < len(rows.embeds)
+
+
+def _mask_attention(model: PreTrainedModel) -> str:
+    """Return the attention to run with: the model's own if it takes a dense mask."""
+    own = model.config._attn_implementation
+    if own in ("sdpa", "eager"):
+        return str(own)
+    return "sdpa" if model._supports_sdpa else "eager"

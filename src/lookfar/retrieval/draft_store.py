@@ -1,0 +1,130 @@
+"""The draft store: past texts that outlive a request and a process, in a suffix index and a trie."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence as Seq
+from pathlib import Path
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lookfar.core.arrays import Floats, Int32s
+from lookfar.errors import StoreError
+from lookfar.retrieval.store_file import StoreContents, read_store_file, tokenizer_fingerprint, write_store_file
+from lookfar.retrieval.suffix_index import END, SuffixIndex
+from lookfar.retrieval.trie import CountedNodes, CountedTrie
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_TOKENS = 4 << 20  # 28 bytes each with the hash chains; beyond that the older half is dropped
+MAX_NODES = 2 << 20  # 40 bytes each with the hash table; beyond that counts are halved
+BRANCH_LENGTH = 13  # a token and what followed it, as deep as the trie goes
+CHAINED_LENGTHS = (8, 4, 2)
+
+
+class DraftStore:
+    """Past texts to draft from. Thread-safe: every look-up and every change holds one lock, briefly."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        max_nodes: int = MAX_NODES,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self.index = SuffixIndex(max_tokens, CHAINED_LENGTHS)
+        self.trie = CountedTrie(BRANCH_LENGTH, max_nodes)
+        self._lock = RLock()
+
+    @property
+    def tokens(self) -> int:
+        """The number of stored tokens."""
+        return int((self.index.text != END).sum())
+
+    @property
+    def nbytes(self) -> int:
+        return self.index.nbytes + self.trie.nbytes
+
+    def learn(self, texts: str | Iterable[str] | Seq[int] | Iterable[Seq[int]]) -> int:
+        """Add texts, or lists of token ids, to draft from; return the number of tokens."""
+        count = 0
+        for ids in self._as_ids(texts):
+            self.add(ids)
+            self.count(ids)
+            count += len(ids)
+        return count
+
+    def _as_ids(self, texts: Any) -> Iterable[Seq[int]]:
+        if isinstance(texts, str):
+            texts = [texts]
+        texts = list(texts)
+        if texts and all(isinstance(item, (int, np.integer)) for item in texts):
+            texts = [texts]
+        for text in texts:
+            if isinstance(text, str):
+                if self.tokenizer is None:
+                    raise StoreError("Learning from texts needs a tokenizer: give lists of token ids instead.")
+                text = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+            ids = np.asarray(text)
+            if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+                raise StoreError("A store learns from texts or lists of token ids, and nothing else.")
+            if len(ids) and not (ids.min() >= 0 and ids.max() < self.vocab_size):
+                raise StoreError(f"A token id is outside the vocabulary: ids go from 0 to {self.vocab_size - 1}.")
+            if len(ids):
+                yield ids.tolist()
+
+    def add(self, ids: Seq[int]) -> None:
+        """Add a text to the suffix index."""
+        with self._lock:
+            self.index.extend([*ids, END])
+
+    def count(self, ids: Seq[int], until: int | None = None) -> None:
+        """Count the branches of a text in the trie, or those that start before `until`."""
+        with self._lock:
+            self.trie.insert(ids, until)
+
+    def find(self, tail: Int32s, limit: int, depth: int) -> tuple[Int32s, Int32s]:
+        """Return continuations of the longest suffixes of `tail`, and the lengths of their matches."""
+        with self._lock:
+            return self.index.find(tail, limit, depth)
+
+    def branches(
+        self, suffix: Int32s, weight: float, own: CountedTrie, own_weight: float, limits: tuple[int, int]
+    ) -> tuple[Int32s, Int32s, Int32s, Floats]:
+        """Return the most frequent nodes after `suffix` here and in a request's own trie (`best_branches`)."""
+        with self._lock:
+            return self.trie.best_branches(suffix, weight, own, own_weight, limits)
+
+    def contents(self) -> StoreContents:
+        """Return a copy of what a file holds."""
+        with self._lock:
+            return StoreContents(self.index.text.copy(), *self.trie.counted())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the store to a file; a file that is there already is replaced in one move."""
+        write_store_file(Path(path), self.contents(), self.vocab_size, tokenizer_fingerprint(self.tokenizer))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Add the contents of a file to this store."""
+        header, contents = read_store_file(Path(path))
+        if header.vocab_size != self.vocab_size:
+            raise StoreError(
+                f"{path} was made for a vocabulary of {header.vocab_size} tokens and this model has "
+                f"{self.vocab_size}: build it again with this model's tokenizer."
+            )
+        fingerprint = tokenizer_fingerprint(self.tokenizer)
+        if fingerprint and header.tokenizer and header.tokenizer != fingerprint:
+            raise StoreError(f"{path} was made with another tokenizer: build it again with this model's.")
+        self.merge(contents)
+
+    def merge(self, contents: StoreContents) -> None:
+        """Add the contents of another store."""
+        with self._lock:
+            self.index.extend(contents.text)
+            self.trie.merge(CountedNodes(contents.tokens, contents.parents, contents.counts))

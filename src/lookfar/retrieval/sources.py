@@ -1,0 +1,39 @@
+"""What the drafters of one model share between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from lookfar.retrieval.draft_store import DraftStore
+from lookfar.retrieval.recycle_table import RecycleTable
+
+PAIRS = 1 << 16  # of the recycle table that all requests share
+PRIVATE_PAIRS = 1 << 12
+
+
+class DraftSources:
+    """The draft store, the recycle table, and any objects that drafters make once for all requests."""
+
+    def __init__(self, vocab_size: int, store: DraftStore | None = None) -> None:
+        self.vocab_size = vocab_size
+        self.store = store or DraftStore(vocab_size)
+        self._recycle_table: RecycleTable | None = None
+        self._shared: dict[Hashable, Any] = {}
+
+    @property
+    def recycle_table(self) -> RecycleTable:
+        """Created on first use, because it takes memory for every token of the vocabulary."""
+        if self._recycle_table is None:
+            self._recycle_table = RecycleTable(self.vocab_size, PAIRS)
+        return self._recycle_table
+
+    def private_table(self) -> RecycleTable:
+        """Return a recycle table for one request that leaves nothing behind."""
+        return RecycleTable(self.vocab_size, PRIVATE_PAIRS)
+
+    def shared(self, key: Hashable, create: Callable[[], Any]) -> Any:
+        """Return the object that was created for `key`, creating it on first use."""
+        if key not in self._shared:
+            self._shared[key] = create()
+        return self._shared[key]

@@ -1,0 +1,112 @@
+"""The file of a draft store: a safetensors file of int32 arrays with a checksum.
+
+Compiled code trusts the arrays of a store, so everything that a file brings in is checked here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from lookfar.core.arrays import Int32s
+from lookfar.core.files import replace_file
+from lookfar.errors import StoreError
+from lookfar.retrieval.suffix_index import END
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT = "lookfar draft store"
+VERSION = 2
+
+
+class StoreHeader(NamedTuple):
+    """What a file says about itself."""
+
+    version: int
+    vocab_size: int
+    tokenizer: str  # a fingerprint; empty if unknown
+
+
+class StoreContents(NamedTuple):
+    """The arrays of a file."""
+
+    text: Int32s  # past texts, `END` behind each
+    tokens: Int32s  # of the trie's nodes, parents before children
+    parents: Int32s  # 0 stands before every branch; node i of the arrays is i + 1 here
+    counts: Int32s
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return a digest that is equal for tokenizers with the same ids for the same tokens; empty without one."""
+    if tokenizer is None:
+        return ""
+    digest = hashlib.sha256()
+    for token, place in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{place} {token}\n".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def write_store_file(path: Path, contents: StoreContents, vocab_size: int, tokenizer: str) -> None:
+    """Write a store file, replacing an older one in one move."""
+    header = StoreHeader(VERSION, vocab_size, tokenizer)
+    metadata = {name: str(value) for name, value in header._asdict().items()}
+    metadata |= {"format": FORMAT, "sha256": _checksum(header, contents)}
+    try:
+        replace_file(path, [save(contents._asdict(), metadata)])
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def read_store_file(path: Path) -> tuple[StoreHeader, StoreContents]:
+    """Read and check a store file."""
+    damaged = StoreError(f"{path} is cut short or damaged: build it again.")
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise StoreError(f"{path} is not a lookfar store: make one with `lookfar store build`.")
+            if metadata.get("version") != str(VERSION):
+                raise StoreError(
+                    f"{path} has version {metadata.get('version')} of the format and this lookfar reads {VERSION}: "
+                    "build it again, or upgrade lookfar."
+                )
+            if set(file.keys()) != set(StoreContents._fields):
+                raise damaged
+            contents = StoreContents(*(file.get_tensor(name) for name in StoreContents._fields))
+            header = StoreHeader(VERSION, int(metadata["vocab_size"]), metadata["tokenizer"])
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except SafetensorError:
+        raise StoreError(f"{path} is not a lookfar store, or it is cut short or damaged: build it again.") from None
+    except (KeyError, ValueError):
+        raise damaged from None
+    if metadata.get("sha256") != _checksum(header, contents) or not _plausible(header.vocab_size, contents):
+        raise damaged
+    return header, contents
+
+
+def _checksum(header: StoreHeader, contents: StoreContents) -> str:
+    digest = hashlib.sha256(repr(tuple(header)).encode())
+    for array in contents:
+        digest.update(str(array.shape).encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _plausible(vocab_size: int, contents: StoreContents) -> bool:
+    """Whether all arrays are one-dimensional int32 arrays in which nothing points outside of them."""
+    if any(array.ndim != 1 or array.dtype != np.int32 for array in contents):
+        return False
+    text, tokens, parents, counts = contents
+    return (
+        len(tokens) == len(parents) == len(counts)
+        and bool(((text >= END) & (text < vocab_size)).all())
+        and bool(((tokens >= 0) & (tokens < vocab_size) & (counts > 0)).all())
+        and bool(((parents >= 0) & (parents <= np.arange(len(parents)))).all())
+    )

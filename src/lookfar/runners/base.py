@@ -1,0 +1,51 @@
+"""Step results and the runner interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lookfar.core.arrays import Floats, Int32s, Ints
+from lookfar.core.plan import RunnerLimits, StepPlan
+from lookfar.kvcache.slots import SlotKVCache
+from lookfar.models.binding import BoundModel
+
+
+@dataclass
+class StepResult:
+    """What a forward pass computed for each request of a step, by row. Logits processors were not applied."""
+
+    logit_rows: Ints  # the rows, ascending, that have logits and predictions; the same for all requests
+    choices: Seq[Ints]  # the most likely token of each row, -1 where there are no logits
+    logits: Callable[[int, Ints], torch.Tensor]  # (request, rows) → [rows, vocabulary]
+    top_ids: Seq[Int32s] | None = None  # [logit rows, k] most likely first
+    top_logits: Seq[Floats] | None = None
+    sampled: Seq[Ints] = ()  # sampled tokens, if the device sampled them
+    num_rows: int = 0  # rows that were computed, padding included
+    seconds: float = 0.0  # from the launch to the arrival of the results
+    launch_seconds: float = 0.0  # of those: time of the host before the device could start
+    is_warm: bool = True  # False: something was compiled or captured, so the times mean nothing
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return its result."""
+
+
+class ModelRunner(Protocol):
+    """Runs steps on a model."""
+
+    model: BoundModel
+    limits: RunnerLimits
+    name: str
+
+    def create_cache(self) -> SlotKVCache:
+        """Create an empty KV cache that suits this runner."""
+
+    def launch(self, plan: StepPlan, cache: SlotKVCache) -> PendingStep:
+        """Start a step."""

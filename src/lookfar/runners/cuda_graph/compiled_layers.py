@@ -1,0 +1,71 @@
+"""The repeated layers of a model through torch.compile: one layer is compiled and serves for all.
+
+A layer's index would make each of them a program of its own, since it selects the KV buffers. So the cache is told
+outside of the compiled code which layer comes next, and the index is left dynamic inside.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lookfar.core.cache_dir import cache_dir
+from lookfar.errors import ConfigError
+from lookfar.models.packed_linear import forwards_replaced
+
+RECOMPILES = 32  # kinds of layers and steps that need code of their own
+
+
+class CompiledLayers:
+    """The compiled layers of a model. Calling it runs the whole model with them."""
+
+    def __init__(self, model: PreTrainedModel, backend: str = "inductor") -> None:
+        _keep_on_disk()
+        names = set(model._no_split_modules or ())
+        numbered = [(layer, _number(layer)) for layer in model.modules() if type(layer).__name__ in names]
+        self.layers = [layer for layer, number in numbered if number is not None]
+        if not self.layers:
+            raise ConfigError(f"compile=True finds no repeated layers in {type(model).__name__}: remove it.")
+        self.model = model
+        self.select_layer: Callable[[int], None] = ignore_layer  # called before each layer
+        run = {type(layer): torch.compile(type(layer).forward, dynamic=True, backend=backend) for layer in self.layers}
+        self._forwards = [self._forward_of(n, layer, run[type(layer)]) for layer, n in numbered if n is not None]
+
+    def _forward_of(self, number: int, layer: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.select_layer(number)
+            return run(layer, *args, **kwargs)
+
+        return forward
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Run a forward pass of the whole model."""
+        dynamic_index = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=RECOMPILES)
+        with forwards_replaced(self.layers, self._forwards), dynamic_index, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice to round float32
+            return self.model(**arguments)
+
+
+def ignore_layer(layer: int) -> None:
+    """Do nothing: no cache is in use."""
+
+
+def _number(layer: nn.Module) -> int | None:
+    """Return the layer of the KV cache that a layer uses."""
+    numbers = (vars(part).get("layer_idx") for part in layer.modules())
+    return next((number for number in numbers if isinstance(number, int)), None)
+
+
+def _keep_on_disk() -> None:
+    """Put compiled code into our cache directory unless the user has chosen one; torch would use a temporary one."""
+    from torch._inductor.runtime import cache_dir_utils
+
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if os.environ.get(name) in (None, cache_dir_utils.default_cache_dir()):
+        os.environ[name] = str(cache_dir() / "compiled")

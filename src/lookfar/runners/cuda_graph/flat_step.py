@@ -1,0 +1,153 @@
+"""A flat step: a fixed number of rows, side by side, of at most a fixed number of requests, in buffers that stay."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Cache
+
+from lookfar.core.plan import StepPlan
+from lookfar.kernels.row_table import (
+    KV_POSITIONS,
+    MAX_PATH,
+    POSITIONS,
+    SLOTS,
+    TOKENS,
+    WIDTH,
+    RowTable,
+    max_tiles,
+    step_arrays,
+)
+from lookfar.kvcache.slot_buffers import SlotBuffers
+from lookfar.kvcache.slots import SlotKVCache
+from lookfar.models.binding import BoundModel, FlatRows
+
+Forward = Callable[..., Any]
+
+CUBLASLT_ROWS = (32, 64)  # numbers of rows that cuBLASLt multiplies faster than cuBLAS
+
+
+class FlatWriter(Cache):
+    """Writes flat rows to a slot cache: each row goes to a position of its own, and attention gets whole buffers."""
+
+    def __init__(self, buffers: SlotBuffers, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        super().__init__(layers=[])
+        self.buffers = buffers
+        self.slots, self.positions = slots, positions
+        self.now: tuple[Any, Any] = None, None  # the buffers of the layer that updates next
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not torch.compiler.is_compiling():
+            self.select_layer(layer_idx, key_states, value_states)
+        keys, values = self.now
+        if keys.device.type == "cuda" and not torch.compiler.is_compiling():  # a compiler fuses it with what precedes
+            from lookfar.kernels.kv_move import write_rows
+
+            write_rows(key_states, value_states, keys, values, self.slots, self.positions)
+        else:
+            keys[self.slots, :, self.positions] = key_states[0].transpose(0, 1)
+            values[self.slots, :, self.positions] = value_states[0].transpose(0, 1)
+        return keys, values
+
+    def select_layer(self, layer_idx: int, key_states: Any = None, value_states: Any = None) -> None:
+        """Let the next update be this layer's."""
+        layer = self.buffers.layer(layer_idx)
+        if key_states is not None and not layer.is_initialized:
+            layer.lazy_initialization(key_states, value_states)
+        self.now = layer.keys, layer.values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions and row tables say where a row is
+
+
+class FlatStep:
+    """The buffers of steps of one shape. Everything that changes from step to step is in one block of memory."""
+
+    def __init__(self, model: BoundModel, cache: SlotKVCache, rows: int, batch: int) -> None:
+        self.model, self.cache = model, cache
+        self.rows, self.batch = rows, batch
+        self.on_gpu = model.device.type == "cuda"
+        kinds = list(model.support.kinds.values())
+        shapes = ((4, rows), (len(kinds), rows + max_tiles(rows, batch), WIDTH), (batch, 1 + 2 * MAX_PATH))
+        numbers = 4 * rows + (shapes[1][0] * shapes[1][1] * WIDTH + batch * shapes[2][1] + 1) // 2
+        self.host = torch.zeros(numbers, dtype=torch.int64, pin_memory=self.on_gpu)
+        self.device = torch.zeros(numbers, dtype=torch.int64, device=model.device) if self.on_gpu else self.host
+        inputs, tables, moves = (part.numpy() for part in _split(self.host, shapes))
+        arrays = step_arrays(inputs, tables, [(kind.window or 0, kind.chunk or 0) for kind in kinds])
+        self.table = RowTable(arrays, spare=cache.capacity)
+        self.host_moves = moves
+        self.inputs, tables_on_device, self.moves = _split(self.device, shapes)
+        self.flat_rows = FlatRows(self.inputs[TOKENS], self.inputs[POSITIONS], tables_on_device)
+        self.writer = FlatWriter(cache.buffers, self.inputs[SLOTS], self.inputs[KV_POSITIONS])
+
+    def fill(self, plan: StepPlan) -> bool:
+        """Write a step into the host's block; False if a row table cannot describe it."""
+        filled = self.table.fill(plan.requests, self.slots_of(plan))
+        last = self.model.support.max_positions
+        if last is not None and any(rows.windows for rows in plan.requests):
+            # Only window rows can point past the last position, and what they compute there is never used.
+            positions = self.table.arrays.inputs[POSITIONS]
+            np.minimum(positions, last - 1, out=positions)
+        return filled
+
+    def slots_of(self, plan: StepPlan) -> Seq[int]:
+        return [self.cache.slot_of(rows.kv) for rows in plan.requests]
+
+    def clear(self) -> None:
+        """Fill in a step of nothing but padding."""
+        self.table.fill([], [])
+
+    def forward(self, forward: Forward) -> torch.Tensor:
+        """Return the logits of all rows, [rows, vocabulary]."""
+        with _blas_library(self.rows) if self.on_gpu else nullcontext():
+            return self.model.forward_flat(self.flat_rows, self.writer, forward)
+
+
+@contextmanager
+def _blas_library(rows: int) -> Iterator[None]:
+    """Multiply with the library that is faster for so many rows (measured on an H200, docs/benchmarks.md)."""
+    _silence_blas_notice()
+    usual = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt" if rows in CUBLASLT_ROWS else "cublas")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(usual)
+
+
+@cache
+def _silence_blas_notice() -> None:
+    """Trigger a notice of torch while standard error is closed.
+
+    torch prints once, past Python's warnings, that choosing a library is experimental. It would appear in the middle of
+    a program's output.
+    """
+    usual = torch.backends.cuda.preferred_blas_library()
+    with suppress(OSError), open(os.devnull, "w") as nowhere:
+        stderr = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            torch.backends.cuda.preferred_blas_library(usual)
+
+
+def _split(block: torch.Tensor, shapes: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the inputs, the row tables and the moves in a block of 64-bit numbers."""
+    first, second, third = (int(np.prod(shape)) for shape in shapes)
+    small = block[first:].view(torch.int32)
+    return (
+        block[:first].view(shapes[0]),
+        small[:second].view(shapes[1]),
+        small[second : second + third].view(shapes[2]),
+    )

@@ -1,0 +1,164 @@
+"""Flat steps of one shape as CUDA graphs: the host writes a block of numbers, replays, and reads a block of results."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from itertools import accumulate
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookfar.core.arrays import Ints
+from lookfar.core.plan import RowSampler, StepPlan
+from lookfar.kernels import reference
+from lookfar.kernels.attention_op import NAME
+from lookfar.kernels.row_table import MAX_PATH
+from lookfar.kvcache.slots import SlotKVCache
+from lookfar.models.binding import BoundModel
+from lookfar.runners.base import StepResult
+from lookfar.runners.cuda_graph.capture import recorded
+from lookfar.runners.cuda_graph.compiled_layers import CompiledLayers
+from lookfar.runners.cuda_graph.flat_step import FlatStep
+from lookfar.runners.cuda_graph.fused_linear import FusedLinears
+from lookfar.runners.cuda_graph.graph_sampler import GraphSampler
+
+WORTH_CAPTURING = 8  # uses of a list of logits processors before sampling with it is captured
+MAX_SAMPLERS = 8  # graphs of samplers that are kept for one shape of step
+
+
+@dataclass
+class LayerOptions:
+    """How the layers of a model are run in captured steps."""
+
+    fused: FusedLinears
+    compiled: CompiledLayers | None = None
+    experts: str | None = None  # how experts are multiplied, if not as the model does
+
+
+class GraphStep(FlatStep):
+    """A flat step as CUDA graphs, one for each number of predictions. Without a GPU the step runs uncaptured."""
+
+    def __init__(self, model: BoundModel, cache: SlotKVCache, rows: int, batch: int, layers: LayerOptions) -> None:
+        super().__init__(model, cache, rows, batch)
+        self.layers = layers
+        self.logits = torch.empty(0)
+        self.results = torch.empty(0)  # [rows, 1 + 2k] on the host
+        self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, Callable[[], None]]] = {}  # by k
+        self._uses: Counter[Hashable] = Counter()  # of samplers, by k and processors
+        self._samplers: dict[Hashable, GraphSampler | None] = {}
+
+    def fill(self, plan: StepPlan) -> bool:
+        if not super().fill(plan):
+            return False
+        if not self.on_gpu:
+            return True  # the cache moves positions itself
+        self.host_moves[:, 0] = -1
+        for moves, slot in zip(self.host_moves, self.slots_of(plan), strict=False):
+            positions = self.cache.take_moves(slot, MAX_PATH)
+            if positions is not None:
+                source, target = positions
+                moves[:] = -1
+                moves[0] = slot
+                moves[1 : 1 + len(source)], moves[1 + MAX_PATH : 1 + MAX_PATH + len(target)] = source, target
+        return True
+
+    def run(self) -> torch.Tensor:
+        """Run the forward pass, compiled if that was asked for."""
+        layers = self.layers
+        with self.model.attending(NAME), self.model.experts(layers.experts), layers.fused.in_use():
+            if layers.compiled is None:
+                return self.forward(self.model.model.forward)
+            layers.compiled.select_layer = self.writer.select_layer
+            return self.forward(layers.compiled)
+
+    def launch(self, k: int) -> None:
+        """Run what was filled in."""
+        if not self.on_gpu:
+            self.cache.apply_moves()
+            self.logits = self.run()
+            self.results = reference.top_k(self.logits, k)
+            return
+        self.logits, self.results, replay = self._graphs[k]
+        replay()
+
+    def is_captured(self, k: int) -> bool:
+        return k in self._graphs or not self.on_gpu
+
+    def capture(self, k: int, move: Callable[[torch.Tensor], None], pool: Any) -> None:
+        """Capture a step of nothing but padding."""
+        from lookfar.kernels.topk import top_k
+
+        self.clear()
+        self.host_moves[:] = -1
+        results = torch.zeros(self.rows, 1 + 2 * k, dtype=torch.int32, pin_memory=True)
+
+        def step() -> torch.Tensor:
+            self.device.copy_(self.host, non_blocking=True)
+            move(self.moves)
+            logits = self.run()
+            results.copy_(top_k(logits, k), non_blocking=True)
+            return logits
+
+        logits, replay = recorded(step, pool)
+        self._graphs[k] = logits, results, replay
+
+    def sampler_for(self, k: int, sampler: RowSampler, pool: Any) -> tuple[GraphSampler | None, bool]:
+        """Return the graph that samples behind this step, and whether it was captured just now."""
+        key = k, sampler.fingerprint
+        self._uses[key] += 1
+        if key in self._samplers or self._uses[key] <= WORTH_CAPTURING:
+            return self._samplers.get(key), False
+        if len(self._samplers) == MAX_SAMPLERS:  # drop the oldest, and count the others' uses again
+            del self._samplers[next(iter(self._samplers))]
+            self._uses.clear()
+        try:
+            self._samplers[key] = GraphSampler(self.logits, sampler.processors, pool)
+        except Exception:
+            self._samplers[key] = None  # a processor synchronizes with the host
+        return self._samplers[key], True
+
+
+@dataclass
+class PendingGraphStep:
+    """A replayed graph."""
+
+    step: GraphStep
+    plan: StepPlan
+    k: int
+    sampler: GraphSampler | None
+    started: float
+    launch_seconds: float
+    is_warm: bool
+
+    def result(self) -> StepResult:
+        """Wait for the device, and read the results of all rows."""
+        step, plan, k = self.step, self.plan, self.k
+        if step.on_gpu:
+            torch.cuda.current_stream(step.device.device).synchronize()
+        results, all_logits = step.results.numpy().copy(), step.logits  # the next step overwrites the results
+        starts = list(accumulate(plan.lengths, initial=0))
+        each = [slice(start, start + length) for start, length in zip(starts, plan.lengths, strict=False)]
+        chosen, ids = results[:, 0].astype(np.int64), results[:, 1 : 1 + k]
+        values = results[:, 1 + k :].view(np.float32)
+        sampled = self.sampler.sampled.numpy().astype(np.int64) if self.sampler is not None else None
+
+        def logits(request: int, rows: Ints) -> torch.Tensor:
+            start = starts[request]
+            return all_logits[start + rows[0] : start + rows[-1] + 1]
+
+        return StepResult(
+            np.arange(plan.width),
+            [chosen[rows] for rows in each],
+            logits,
+            [ids[rows] for rows in each] if k else None,
+            [values[rows] for rows in each] if k else None,
+            [sampled[rows] for rows in each] if sampled is not None else (),
+            step.rows,
+            perf_counter() - self.started,
+            self.launch_seconds,
+            self.is_warm,
+        )

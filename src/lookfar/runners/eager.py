@@ -1,0 +1,68 @@
+"""The eager runner: every step is one call of the model."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from lookfar.core.arrays import Ints
+from lookfar.core.plan import RunnerLimits, StepPlan
+from lookfar.kvcache.slots import SlotKVCache
+from lookfar.models.binding import BoundModel
+from lookfar.runners.base import StepResult
+from lookfar.sampling.sampler import greedy, top_k
+
+
+class EagerRunner:
+    """Runs steps as torch runs them, padded to the widest request."""
+
+    name = "eager"
+    limits = RunnerLimits()
+
+    def __init__(self, model: BoundModel) -> None:
+        self.model = model
+
+    def create_cache(self) -> SlotKVCache:
+        return SlotKVCache()
+
+    def launch(self, plan: StepPlan, cache: SlotKVCache) -> EagerStep:
+        started = perf_counter()
+        logits = self.model.forward(plan, cache)
+        return EagerStep(plan, logits, started)
+
+
+class EagerStep:
+    """The logits of a step, [batch, logit rows, vocabulary]."""
+
+    def __init__(self, plan: StepPlan, logits: torch.Tensor, started: float) -> None:
+        self.plan = plan
+        self.all_logits = logits
+        self.started = started
+        self.launched = perf_counter()
+
+    def result(self) -> StepResult:
+        plan, asked = self.plan, perf_counter()
+        choices, top_ids, top_logits = np.full(plan.tokens.shape, -1), None, None
+        if len(plan.logit_rows):
+            choices = plan.spread(greedy(self.all_logits))
+            if plan.top_k:
+                top_ids, top_logits = top_k(self.all_logits, plan.top_k)
+        seconds = perf_counter() - self.started
+        if self.all_logits.device.type == "cpu":
+            seconds -= asked - self.launched  # the host did something else meanwhile
+        return StepResult(
+            plan.logit_rows,
+            list(choices),
+            self.logits,
+            None if top_ids is None else list(top_ids),
+            None if top_logits is None else list(top_logits),
+            num_rows=plan.batch * plan.width,
+            seconds=seconds,
+        )
+
+    def logits(self, request: int, rows: Ints) -> torch.Tensor:
+        """Return the logits of some rows of a request, [rows, vocabulary]."""
+        places = torch.from_numpy(np.searchsorted(self.plan.logit_rows, rows)).to(self.all_logits.device)
+        return self.all_logits[request, places]

@@ -1,0 +1,1 @@
+"""From logits to tokens: sampling parameters, logits processors, sampling noise, grammars."""

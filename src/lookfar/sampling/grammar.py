@@ -1,0 +1,155 @@
+"""Structured output: JSON schemas, regular expressions and Lark grammars, through llguidance (`lookfar[structured]`).
+
+llguidance says at every position which tokens may follow. A logits processor forbids the others, in transformers' own
+loop as in lookfar's, so the output is the same. Where only one text can follow, llguidance knows it too: the `grammar`
+drafter proposes that text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
+
+from lookfar.core.arrays import Bools
+from lookfar.core.ids import common_prefix
+from lookfar.errors import RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_tokenizers: WeakKeyDictionary[Any, dict[tuple[int, ...], LLTokenizer]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A compiled and checked constraint; one matcher follows one text."""
+
+    source: str
+    tokenizer: LLTokenizer
+    end_ids: frozenset[int]
+
+    @classmethod
+    def compile(
+        cls,
+        tokenizer: PreTrainedTokenizerBase | None,
+        end_ids: Seq[int] = (),
+        *,
+        json_schema: Mapping[str, Any] | str | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+    ) -> Grammar:
+        """Compile exactly one of a JSON schema (object or text), a regular expression and a Lark grammar."""
+        if sum(given is not None for given in (json_schema, regex, grammar)) != 1:
+            raise RequestError("Give one of json_schema, regex and grammar.")
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise RequestError("Structured output needs llguidance: pip install 'lookfar[structured]'.") from None
+        if tokenizer is None or not getattr(tokenizer, "is_fast", False):
+            raise RequestError("Structured output needs a fast tokenizer: pass one to lookfar.LM(model, tokenizer).")
+        ends = sorted(set(end_ids) or {tokenizer.eos_token_id})
+        known = _ll_tokenizer(tokenizer, tuple(ends))
+        try:
+            if json_schema is not None:
+                schema = json_schema if isinstance(json_schema, str) else json.dumps(dict(json_schema))
+                source = LLMatcher.grammar_from_json_schema(schema)
+            elif regex is not None:
+                source = LLMatcher.grammar_from_regex(regex)
+            else:
+                source = LLMatcher.grammar_from_lark(str(grammar))
+            failed, messages = LLMatcher.validate_grammar_with_warnings(source, known)
+        except ValueError as error:
+            failed, messages = True, [str(error)]
+        if failed:
+            raise RequestError(f"The constraint cannot be used: {' '.join(' '.join(messages).split())}")
+        return cls(source, known, frozenset(ends))
+
+    def matcher(self) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        return LLMatcher(self.tokenizer, self.source)
+
+
+class GrammarCursor:
+    """A position in a text that follows a grammar; it moves forwards and backwards."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self.matcher = grammar.matcher()
+        self._read: list[int] = []
+
+    def move_to(self, tokens: list[int]) -> bool:
+        """Move to the end of a text; False if the text has ended, by an end token or by breaking the grammar."""
+        same = common_prefix(self._read, tokens)
+        if same < len(self._read):
+            self.matcher.rollback(len(self._read) - same)
+        new = tokens[same:]
+        read = self.matcher.try_consume_tokens(new) if new else 0
+        self._read = tokens[: same + read]
+        return read == len(new) and not self.grammar.end_ids.intersection(self._read[-1:])
+
+    def allowed(self) -> Bools:
+        """[vocabulary]: which tokens may come next."""
+        packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        return np.unpackbits(packed, bitorder="little").astype(bool)
+
+    def forced(self) -> list[int]:
+        """Return the tokens of the text that has to come next."""
+        tokens: list[int] = self.matcher.compute_ff_tokens()
+        if not tokens and (text := self.matcher.compute_ff_bytes()):
+            tokens = self.grammar.tokenizer.tokenize_bytes(text)
+        return tokens
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Forbids tokens that the grammar does not allow. An output begins where it is first called with a prompt."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self._cursors: list[GrammarCursor] = []
+        self._prompts = torch.zeros(0, 0, dtype=torch.long)
+
+    def for_row(self, row: int) -> GrammarProcessor:
+        return GrammarProcessor(self.grammar)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        start = self._prompts.shape[1]
+        if not self._cursors or not torch.equal(input_ids[:, :start], self._prompts):
+            self._cursors = [GrammarCursor(self.grammar) for _ in scores]
+            self._prompts, start = input_ids.clone(), input_ids.shape[1]
+        forbidden = np.ones(tuple(scores.shape), bool)
+        for row, tokens in enumerate(input_ids[:, start:].tolist()):
+            if self._cursors[row].move_to(tokens):
+                allowed = self._cursors[row].allowed()[: scores.shape[1]]
+                forbidden[row, : len(allowed)] = ~allowed
+            else:
+                forbidden[row, list(self.grammar.end_ids)] = False
+        return scores.masked_fill(torch.from_numpy(forbidden).to(scores.device), -torch.inf)
+
+
+def constrain(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    json_schema: Mapping[str, Any] | str | None = None,
+    regex: str | None = None,
+    grammar: str | None = None,
+) -> GrammarProcessor:
+    """Return a logits processor for `model.generate(logits_processor=[…])`; make one for each call."""
+    return GrammarProcessor(Grammar.compile(tokenizer, json_schema=json_schema, regex=regex, grammar=grammar))
+
+
+def _ll_tokenizer(tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]) -> LLTokenizer:
+    """Convert a tokenizer for llguidance, once: it takes a second."""
+    from llguidance.hf import from_tokenizer
+
+    made = _tokenizers.setdefault(tokenizer, {})
+    if ends not in made:
+        made[ends] = from_tokenizer(tokenizer, eos_token=list(ends))
+    return made[ends]

@@ -1,0 +1,156 @@
+"""Sampling noise: the random numbers of a call, known before they are needed.
+
+`torch.multinomial` draws one sample as argmax(p / q), where q is exponentially distributed and drawn for the whole
+vocabulary of all rows of a batch at once. The noise q therefore belongs to a position of the output, whatever token is
+chosen there, and the token is a function of the logits and the noise. A draft tree can be verified under sampling just
+as under argmax, and drafts can be ranked with the noise that they will meet.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from threading import RLock
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from lookfar.core.arrays import Floats
+
+KEPT_BYTES = 256 << 20  # noise kept for requests that lag behind; dropped noise is drawn again when needed
+LOOK_AHEAD = 8  # positions that drafts are ranked for; as many behind them are prefetched while a GPU works
+LOOK_AHEAD_BYTES = 64 << 20
+
+_borrowed: WeakValueDictionary[int, SamplingNoise] = WeakValueDictionary()  # by the id of the generator
+_borrowing = RLock()
+
+
+class SamplingNoise:
+    """The noise of one call with `batch` requests, in the order in which `generate` would draw it.
+
+    A call borrows the state of its generator and puts it back where `generate` would leave it. While another call has
+    borrowed the same generator, a call draws a seed from the generator instead, so concurrent calls get streams of
+    their own.
+    """
+
+    def __init__(self, batch: int, device: torch.device, generator: torch.Generator | None = None) -> None:
+        self.batch = batch
+        self.source = generator if generator is not None else default_generator(device)
+        self.device = self.source.device
+        self._drawing = torch.Generator(self.device)
+        self._states: list[torch.Tensor] = []  # of the generator before each position
+        self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._heads = [0] * batch  # the next position of each request
+        self._used = 0  # positions that tokens were chosen at
+        self.width = 0  # of the vocabulary, known with the first logits
+        self.look_ahead = 0  # positions whose noise is looked at early
+        self.upcoming: Floats = np.zeros(
+            (batch, 0, 0), np.float32
+        )  # [batch, positions modulo their number, vocabulary]
+        self._buffer = torch.empty(0)  # the same memory
+        self._copied = [0] * batch  # up to which position each request has its noise in `upcoming`
+
+    def start(self) -> None:
+        """Take the random stream of this call from the generator."""
+        with _borrowing:
+            if self._states:
+                return
+            owner = _borrowed.setdefault(id(self.source), self)
+            if owner is not self:
+                seed = torch.empty((), dtype=torch.int64, device=self.device).random_(generator=self.source)
+                self._drawing.manual_seed(int(seed))
+            self._states.append(self.source.get_state() if owner is self else self._drawing.get_state())
+
+    def finish(self, steps: int | None = None) -> None:
+        """Leave the generator where `generate` leaves it after so many steps; by default those that were taken."""
+        self.start()
+        steps = self._used if steps is None else steps
+        for position in range(len(self._states) - 1, steps):
+            self._draw(position)
+        with _borrowing:
+            if _borrowed.get(id(self.source)) is self:
+                self.source.set_state(self._states[steps])
+                del _borrowed[id(self.source)]
+
+    def at(self, position: int, row: int, width: int) -> torch.Tensor:
+        """Return the noise for one position of one request, [vocabulary]."""
+        self.width = width
+        self._used = max(self._used, position + 1)
+        return self._draw(position)[row]
+
+    def advance(self, row: int, position: int) -> None:
+        """Note that a request is at `position` now; noise that no request needs any more is dropped."""
+        self._heads[row] = position
+        for old in [old for old in self._kept if old < min(self._heads)]:
+            del self._kept[old]
+
+    def fetch(self, row: int) -> None:
+        """Copy the noise of a request's next positions into `upcoming`."""
+        if not self.upcoming.shape[2]:
+            self.look_ahead = min(LOOK_AHEAD, LOOK_AHEAD_BYTES // (8 * self.batch * self.width))
+            shape, pinned = (self.batch, 2 * self.look_ahead, self.width), self.device.type == "cuda"
+            self._buffer = torch.zeros(shape, dtype=torch.float32, pin_memory=pinned)
+            self.upcoming = self._buffer.numpy()
+        self._copy(row, self._heads[row] + self.look_ahead)
+
+    def prefetch(self, row: int) -> None:
+        """Start copying the noise of later positions; the device is waited for before they are read."""
+        if self.look_ahead and self.device.type == "cuda":
+            self._copy(row, self._heads[row] + 2 * self.look_ahead, wait=False)
+
+    def _copy(self, row: int, end: int, wait: bool = True) -> None:
+        for position in range(max(self._copied[row], self._heads[row]), end):
+            to = self._buffer[row, position % (2 * self.look_ahead)]
+            to.copy_(self._draw(position)[row], non_blocking=not wait)
+        self._copied[row] = max(self._copied[row], end)
+
+    def _draw(self, position: int) -> torch.Tensor:
+        """Return the noise of all requests at a position, [batch, vocabulary]."""
+        if position in self._kept:
+            self._kept.move_to_end(position)
+            return self._kept[position]
+        self.start()
+        while True:
+            drawing = min(position, len(self._states) - 1)
+            self._drawing.set_state(self._states[drawing])
+            noise = torch.empty(self.batch, self.width, dtype=torch.float32, device=self.device)
+            noise.exponential_(1, generator=self._drawing)
+            if drawing == len(self._states) - 1:
+                self._states.append(self._drawing.get_state())
+            self._kept[drawing] = noise
+            while len(self._kept) > 1 and len(self._kept) * noise.nbytes > KEPT_BYTES:
+                self._kept.popitem(last=False)
+            if drawing == position:
+                return noise
+
+
+@dataclass(frozen=True, slots=True)
+class RandomStream:
+    """One request's row of the noise."""
+
+    noise: SamplingNoise
+    row: int
+
+    def at(self, position: int, width: int) -> torch.Tensor:
+        return self.noise.at(position, self.row, width)
+
+    def advance(self, position: int) -> None:
+        self.noise.advance(self.row, position)
+
+    def prefetch(self) -> None:
+        self.noise.prefetch(self.row)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that `torch.manual_seed` seeds for a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    module = torch.get_device_module(device)
+    module.init()
+    generator: torch.Generator = module.default_generators[
+        module.current_device() if device.index is None else device.index
+    ]
+    return generator

@@ -1,0 +1,98 @@
+"""The acceptance model: the probability that a draft token is accepted, learned online from every step.
+
+A draft token comes with evidence: its depth, what each source says for or against it, its probability among the
+predictions that are recycled after this token or pair, its rank among the runner-ups, and when sampling, how much the
+noise at its position favours it. Each kind of evidence is a *feature* with a weight; the sum of the weights is the
+log-odds of acceptance (logistic regression). The next tokens of the text label every candidate at every accepted
+position, whether it was verified or not, so nothing has to be verified just to learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from lookfar.core.arrays import Floats
+from lookfar.core.jit import jit
+
+# Offsets of the features in the weight vector. Feature 0 of a group means "no evidence".
+DEPTH, DEPTHS = 0, 12
+RUNNER_UP, RUNNER_UPS = DEPTH + DEPTHS, 10  # absent, then by rank
+TABLES = RUNNER_UP + RUNNER_UPS
+LEVELS = 8  # levels of a recycled probability, the highest first
+TABLE = 1 + 2 * LEVELS  # absent; predicted, by level; not predicted, by the level of the best prediction
+TABLE_COUNT = 2  # after the last token, after the last pair
+NOISE = TABLES + TABLE_COUNT * TABLE
+NOISE_LEVELS = 8  # levels of the noise that a token meets, the most favourable first
+NOISE_FEATURES = 1 + 2 * NOISE_LEVELS  # unknown; of a token that no table predicts; of one that a table predicts
+DRAFTS = NOISE + NOISE_FEATURES
+SCORES = 16  # match scores of a drafter, on its own scale
+SHARES = 3  # share of the drafts with the best match that support the token: few, half, most
+AGAINST = 1  # other tokens are drafted, by the match score of the best of those drafts
+FOR = AGAINST + SCORES
+SOURCE = FOR + SCORES * SHARES * 2  # for the token: match score, share, and whether it is the best score here
+
+LEVEL_BOUNDS = np.array([0.97, 0.88, 0.7, 0.5, 0.3, 0.15, 0.05], dtype=np.float32)  # of a recycled probability
+NOISE_BOUNDS = np.array([0.05, 0.15, 0.35, 0.7, 1.2, 2.0, 3.0], dtype=np.float32)
+NOISE_LOG_ODDS = np.array([3.0, 2.2, 1.4, 0.7, 0.1, -0.4, -0.9, -1.4], dtype=np.float32)  # about -log(noise)
+
+BASE_LOG_ODDS = -2.0  # of a token without evidence
+LEARNING_RATE = 0.25
+PRIOR_STRENGTH = 1.0  # how many uncertain observations the initial weights are worth
+
+
+class AcceptanceModel:
+    """The weights for one set of sources."""
+
+    def __init__(self, sources: Seq[str]) -> None:
+        self.sources = tuple(sources)
+        self.weights = initial_weights(len(self.sources))
+        self.squares: Floats = np.full(len(self.weights), PRIOR_STRENGTH, dtype=np.float32)  # for Adagrad
+
+
+def initial_weights(source_count: int) -> Floats:
+    """Return weights for a start: round numbers near what the demo model taught."""
+    weights = np.zeros(DRAFTS + source_count * SOURCE, dtype=np.float32)
+    weights[DEPTH : DEPTH + DEPTHS] = BASE_LOG_ODDS
+    weights[RUNNER_UP + 1 : RUNNER_UP + RUNNER_UPS] = np.linspace(0.9, -0.2, RUNNER_UPS - 1)
+    for table, absent, best, last in ((0, -0.8, 1.6, -0.9), (1, -0.1, 2.8, -0.8)):
+        start = TABLES + table * TABLE
+        weights[start] = absent
+        weights[start + 1 : start + 1 + LEVELS] = np.linspace(best, last, LEVELS)
+        weights[start + 1 + LEVELS : start + TABLE] = np.linspace(-1.4, -0.2, LEVELS)
+    weights[NOISE + 1 : NOISE + 1 + NOISE_LEVELS] = NOISE_LOG_ODDS
+    for source in range(source_count):
+        start = DRAFTS + source * SOURCE
+        weights[start + AGAINST : start + FOR] = np.linspace(0.0, -2.5, SCORES)
+        for score in range(SCORES):
+            for share in range(SHARES):
+                for best in range(2):
+                    place = start + FOR + (score * SHARES + share) * 2 + best
+                    weights[place] = 0.5 + 0.35 * score + 0.7 * (share - 1) + 0.5 * (best - 1)
+    return weights
+
+
+@jit
+def learn_along_path(weights, squares, candidates, node, emitted):  # type: ignore[no-untyped-def]
+    """Learn from the children of `node` and of each accepted node: which of them came next?
+
+    One step of logistic regression for each child, with a learning rate of its own for each weight (Adagrad).
+    """
+    features, tokens, first_child, child_count = candidates
+    for token in emitted:
+        if node < 0 or first_child[node] < 0:
+            return
+        following = -1
+        for child in range(first_child[node], first_child[node] + child_count[node]):
+            total = np.float32(0.0)
+            for feature in features[child]:
+                total += weights[feature]
+            right = tokens[child] == token
+            error = (1.0 if right else 0.0) - 1.0 / (1.0 + np.exp(-total))
+            for feature in features[child]:
+                squares[feature] += error * error
+                weights[feature] += LEARNING_RATE * error / np.sqrt(squares[feature])
+            if right:
+                following = child
+        node = following

@@ -1,0 +1,82 @@
+"""What the speculator needs to know about the requests of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+from lookfar.core.tree import DraftTree
+from lookfar.drafters.base import DraftContext, Drafter, Strategy
+from lookfar.sampling.sampler import Sampler
+from lookfar.speculation.draft_state import DraftState
+from lookfar.speculation.row_budget import Budget, max_draft_rows
+
+
+class RequestSpeculation:
+    """The speculation of one request: its drafters, its row budget, and the draft state that it works with."""
+
+    def __init__(self, strategies: Seq[Strategy], budget: Budget, context: DraftContext, state: DraftState) -> None:
+        self.drafters: list[Drafter] = [drafter for strategy in strategies for drafter in strategy.create(context)]
+        self.budget = budget
+        self.max_rows = max_draft_rows(strategies, budget)
+        self.state = state
+        self.wants_predictions = any(drafter.wants_predictions for drafter in self.drafters)
+
+
+class SpeculatedRequest(Protocol):
+    """A running request, as the speculator sees it."""
+
+    ids: list[int]  # prompt and output
+    num_cached: int  # tokens that are in the KV cache
+    kv: int  # its handle in the KV cache
+    sampler: Sampler
+    speculation: RequestSpeculation
+    error: BaseException | None  # raised by code of the request: a drafter, a processor, a criterion
+
+    def fail(self, error: BaseException) -> None:
+        """End the request with an error."""
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are not in the KV cache yet."""
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still emit."""
+
+    @property
+    def predicted_from(self) -> int:
+        """The position from which on drafters want the predictions of prompt rows."""
+
+    @property
+    def embeds(self) -> Any:
+        """What the prompt is fed as, if not as token ids."""
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    def count_drafts(self, tree: DraftTree, accepted: Seq[int]) -> None:
+        """Count the draft tokens of a step by source."""
+
+
+class Batch(Protocol):
+    """The requests of one step, how many pending tokens each may feed, and the times of the step."""
+
+    @property
+    def requests(self) -> Seq[SpeculatedRequest]: ...
+    @property
+    def chunks(self) -> Seq[int]: ...
+    @property
+    def seconds(self) -> float:
+        """Of the whole step; known when it is done."""
+
+    @property
+    def host_seconds(self) -> float:
+        """Of those: drafting, planning, verifying and learning."""
+
+
+class Walk(Protocol):
+    """What verification found for one request."""
+
+    nodes: list[int]  # the accepted nodes of its tree
+    tokens: list[int]  # the emitted tokens

@@ -1,0 +1,201 @@
+"""The row budget: how many draft tokens a step verifies, from their expected gain and the measured cost of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from lookfar.core.arrays import Floats, Int32s
+from lookfar.core.jit import jit
+from lookfar.core.plan import RequestPlan, RunnerLimits, WindowRows
+from lookfar.drafters.base import Strategy
+from lookfar.drafters.registry import auto_strategies
+from lookfar.errors import ConfigError
+from lookfar.speculation.cost_curve import CostCurve
+
+# Rows a step: as many as pay, a number, or (None) everything that the strategies propose.
+Budget = int | Literal["auto"] | None
+AUTO_ROWS = 64  # the most rows that an automatic budget gives one request
+MAX_ROWS = 512
+ANY_NUMBER = 1 << 30
+MIN_AUTO_SCORE = 0.01  # an automatic budget ignores candidates below this acceptance probability
+
+
+def check_budget(budget: Any) -> None:
+    """Refuse a value that is not a budget."""
+    whole = isinstance(budget, int) and not isinstance(budget, bool) and 1 <= budget <= MAX_ROWS
+    if budget not in (None, "auto") and not whole:
+        raise ConfigError(f"budget must be auto or a number of rows from 1 to {MAX_ROWS}, not {budget!r}.")
+
+
+def default_budget(strategies: Seq[Strategy]) -> Budget:
+    """Return the automatic budget where all automatic sources are used; others verify all that they propose."""
+    return "auto" if all(strategy in strategies for strategy in auto_strategies()) else None
+
+
+def max_draft_rows(strategies: Seq[Strategy], budget: Budget) -> int:
+    """Return the most rows that the drafters of a request add to one step."""
+    if not strategies:
+        return 0
+    if budget == "auto":
+        return AUTO_ROWS - 1
+    if budget is not None:
+        return 2 * budget  # in a batch, a confident request takes rows that others leave
+    return sum(strategy.max_rows for strategy in strategies)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Candidates of several requests, best first."""
+
+    scores: Floats
+    owners: Int32s  # the request of each, as its place in the batch
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The lookahead-window rows of some requests, and what they are worth."""
+
+    members: Seq[int]  # places of the requests in the batch
+    rows: Seq[tuple[WindowRows, ...]]  # of each, by drafter
+    values: Seq[float]  # of each: the tokens that a window is expected to bring
+
+    @property
+    def exist(self) -> bool:
+        return any(len(window) for of_one in self.rows for window in of_one)
+
+    @property
+    def lengths(self) -> Int32s:
+        return np.array([sum(map(len, of_one)) for of_one in self.rows], dtype=np.int32)
+
+    @property
+    def bonus(self) -> float:
+        """The tokens that all windows are expected to bring."""
+        return sum(value for value, length in zip(self.values, self.lengths, strict=True) if length)
+
+
+class StepRows:
+    """The rows of a step while it is planned: what every request feeds already, and what room is left."""
+
+    def __init__(self, plans: Seq[RequestPlan], limits: RunnerLimits) -> None:
+        self.plans = plans
+        self.limits = limits
+        self.num_silent = sum(not rows.complete for rows in plans)  # requests that emit no token, because they prefill
+        self.update()
+
+    def update(self) -> None:
+        """Count the rows again after trees or windows were added."""
+        self.lengths: Int32s = np.array([len(rows) for rows in self.plans], dtype=np.int32)
+        limit = self.limits.rows
+        self.room = ANY_NUMBER if limit is None else max(limit - int(self.lengths.sum()), 0)
+
+
+@dataclass(frozen=True)
+class RowBudget:
+    """Chooses the draft rows of the requests of a step that share one kind of budget."""
+
+    kind: Literal["all", "number", "auto"]
+    members: Seq[int]  # places of the requests in the batch
+    max_rows: Int32s  # [batch] the most rows that each may add
+    asked: int  # what the budgets of the requests add up to
+
+    @classmethod
+    def of(cls, members: Seq[int], budgets: Seq[Budget], max_rows: Seq[int]) -> RowBudget:
+        """Return the budget of requests with budgets of one kind, given those and the limits of the whole batch."""
+        kind = kind_of(budgets[members[0]])
+        asked = sum(max_rows[i] if kind != "number" else int(budgets[i] or 1) - 1 for i in members)
+        return cls(kind, members, np.array(max_rows, np.int32), asked)
+
+    @property
+    def min_score(self) -> float:
+        return MIN_AUTO_SCORE if self.kind == "auto" else 0.0
+
+    def max_nodes(self, step: StepRows) -> int:
+        """Return the most candidates worth building."""
+        return min(self.asked, step.room)
+
+    def choose(
+        self, ranking: Ranking, windows: Windows, step: StepRows, costs: CostCurve | None, overhead: float
+    ) -> tuple[int, bool]:
+        """Return how many candidates to verify, best first, and whether the windows are fed.
+
+        `overhead` is the host time of a speculative step in seconds; rows have to pay for it only once.
+        """
+        beside = self._fit_beside(ranking, windows, step) if windows.exist else -1
+        if self.kind == "auto":
+            assert costs is not None
+            return self._by_rate(ranking, windows, step, (costs, overhead, beside))
+        if beside < 0:
+            return len(ranking.scores), False
+        better = ranking.scores[:beside].sum() + windows.bonus > ranking.scores.sum()
+        return (beside, True) if self.kind == "all" or better else (len(ranking.scores), False)
+
+    def _fit_beside(self, ranking: Ranking, windows: Windows, step: StepRows) -> int:
+        """Return how many candidates, best first, fit beside the windows; -1 if the windows themselves do not."""
+        room, lengths = self.max_rows.copy(), windows.lengths
+        room[list(windows.members)] -= lengths
+        left = self.max_nodes(step) - int(lengths.sum())
+        if (room < 0).any() or left < 0:
+            return -1
+        return min(int(count_fitting(ranking.owners, room)), left)
+
+    def _by_rate(
+        self, ranking: Ranking, windows: Windows, step: StepRows, prices: tuple[CostCurve, float, int]
+    ) -> tuple[int, bool]:
+        """Maximise the expected tokens per second."""
+        costs, overhead, beside = prices
+        fed = step.lengths
+        most = len(fed) * int(fed.max() + self.max_rows[list(self.members)].max())
+        most = most if step.limits.rows is None else min(most, step.limits.rows)
+        table, padded = costs.table(most) + np.float32(overhead / costs.drift), step.limits.padded
+        silent = float(step.num_silent)
+        count, rate = best_count(ranking.scores, ranking.owners, fed, table, -silent, padded)
+        if beside < 0:
+            return count, False
+        with_windows = fed.copy()
+        with_windows[list(windows.members)] += windows.lengths
+        scores, owners = ranking.scores[:beside], ranking.owners[:beside]
+        other, other_rate = best_count(scores, owners, with_windows, table, windows.bonus - silent, padded)
+        return (other, True) if other_rate > rate else (count, False)
+
+
+def kind_of(budget: Budget) -> Literal["all", "number", "auto"]:
+    """Return the kind of a budget."""
+    return "auto" if budget == "auto" else "all" if budget is None else "number"
+
+
+@jit
+def count_fitting(owners, room):  # type: ignore[no-untyped-def]
+    """Return how many candidates, best first, leave every request within its room."""
+    taken = np.zeros(len(room), np.int32)
+    for i in range(len(owners)):
+        taken[owners[i]] += 1
+        if taken[owners[i]] > room[owners[i]]:
+            return i
+    return len(owners)
+
+
+@jit
+def best_count(scores, owners, lengths, costs, bonus, padded):  # type: ignore[no-untyped-def]
+    """Return how many candidates, best first, to verify for the highest expected rate, and that rate.
+
+    `lengths` are the rows that each request feeds anyway; if `padded`, every request costs as many rows as the longest.
+    `bonus` is what other rows are expected to bring.
+    """
+    batch = len(lengths)
+    filled = lengths.copy()
+    longest, fed = filled.max(), filled.sum()
+    gain = batch + bonus
+    best, best_rate = 0, gain / costs[min(batch * longest if padded else fed, len(costs) - 1)]
+    for i in range(len(scores)):
+        gain += scores[i]
+        filled[owners[i]] += 1
+        longest = max(longest, filled[owners[i]])
+        fed += 1
+        rate = gain / costs[min(batch * longest if padded else fed, len(costs) - 1)]
+        if rate > best_rate:
+            best, best_rate = i + 1, rate
+    return best, best_rate

@@ -1,0 +1,154 @@
+"""The speculator: plans the rows of a step, and learns from its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from lookfar.core.plan import RequestPlan, RunnerLimits, StepPlan
+from lookfar.retrieval.recycle_table import SAMPLED_TOP_K, TOP_K
+from lookfar.speculation.controller import SpeculationController
+from lookfar.speculation.cost_curve import CostCurve
+from lookfar.speculation.drafting import DraftedGroup, draft_trees
+from lookfar.speculation.interface import Batch, SpeculatedRequest, Walk
+from lookfar.speculation.outcomes import StepChoices, show_outcome, window_gain
+
+
+@dataclass
+class StepRecord:
+    """A step, until the speculator has learned from it."""
+
+    batch: Batch
+    speculates: bool
+    prefills: bool
+    controller: SpeculationController | None
+    groups: Seq[DraftedGroup] = ()
+    plan: StepPlan | None = None
+    walks: Seq[Walk | None] = ()
+    result: StepChoices | None = None  # set when the step is done
+
+
+class Speculator:
+    """Plans steps: proposals, one draft tree for each request, the row budget, and speculation on or off."""
+
+    def __init__(self, costs: CostCurve | None = None) -> None:
+        self.costs = costs  # needed for automatic budgets
+        self.controllers: dict[int, SpeculationController] = {}  # by the number of requests, to a power of two
+        self._step: StepRecord | None = None  # the one that was planned last
+        self._unlearned: list[StepRecord] = []
+
+    def plan(self, batch: Batch, limits: RunnerLimits) -> StepPlan:
+        """Plan the next forward pass of a batch."""
+        self._learn_rate()
+        requests = batch.requests
+        rows = [
+            plan_pending(request, chunk, limits.fixed_rows)
+            for request, chunk in zip(requests, batch.chunks, strict=True)
+        ]
+        self._step = step = self._decide(batch)
+        if step.speculates:
+            overhead = step.controller.overhead if step.controller is not None else 0.0
+            step.groups = draft_trees(requests, rows, limits, self.costs, overhead)
+        wanted = (step.speculates or step.prefills) and any(r.speculation.wants_predictions for r in requests)
+        sampled = any(request.sampler.random is not None for request in requests)
+        step.plan = StepPlan(rows, (SAMPLED_TOP_K if sampled else TOP_K) if wanted else 0)
+        return step.plan
+
+    def _decide(self, batch: Batch) -> StepRecord:
+        """Decide whether a step speculates. The controller is asked where all budgets are automatic."""
+        requests = batch.requests
+        prefills = any(request.num_pending > 1 for request in requests)
+        if self.costs is None or not all(request.speculation.budget == "auto" for request in requests):
+            return StepRecord(batch, True, prefills, None)
+        size = 1 << (len(requests) - 1).bit_length()
+        if size not in self.controllers:
+            self.controllers[size] = SpeculationController(size)
+        controller = self.controllers[size]
+        if prefills:
+            return StepRecord(batch, controller.speculating, prefills, controller)
+        plain_rate = len(requests) / self.costs.seconds_for(len(requests))
+        return StepRecord(batch, controller.decide(plain_rate), prefills, controller)
+
+    def observe(self, walks: Seq[Walk | None], result: StepChoices) -> None:
+        """Show the outcome of the planned step to the drafters. An error of a drafter fails its request."""
+        step = self._step
+        assert step is not None
+        assert step.plan is not None
+        step.walks, step.result = walks, result
+        finished = False
+        for i, request in enumerate(step.batch.requests):
+            walk = walks[i]
+            if request.error is not None:
+                continue
+            finished = finished or request.is_finished
+            rows = step.plan.requests[i]
+            prefilled = len(rows.pending) > 1 or not rows.complete
+            if request.speculation.drafters and (step.speculates or prefilled or request.is_finished):
+                try:
+                    show_outcome(i, request, step.plan, walk, result)
+                except Exception as error:  # a drafter of another package
+                    request.fail(error)
+        self._unlearned.append(step)
+        if finished:
+            self.learn()  # its counts are read next
+
+    def learn(self) -> None:
+        """Do the learning that the next plan does not need: called while the device works."""
+        if self._step is not None and self._step.speculates:
+            for request in self._step.batch.requests:
+                if request.sampler.random is not None:
+                    request.sampler.random.prefetch()
+        unlearned, self._unlearned = self._unlearned, []
+        for step in unlearned:
+            self._learn_from(step)
+
+    def _learn_from(self, step: StepRecord) -> None:
+        """Count the draft tokens of a step, teach the acceptance models, and refine the cost curve."""
+        assert step.plan is not None
+        assert step.result is not None
+        for request, rows, walk in zip(step.batch.requests, step.plan.requests, step.walks, strict=True):
+            if walk is not None:
+                request.count_drafts(rows.tree, walk.nodes)
+        for group in step.groups:
+            for root, member in enumerate(group.members):
+                walk, request = step.walks[member.place], member.request
+                if walk is not None:
+                    group.candidates.learn(root, np.array(walk.tokens, dtype=np.int32), member.acceptance)
+                    rows, speculation = step.plan.requests[member.place], request.speculation
+                    speculation.state.judge_window(window_gain(speculation.drafters, rows, walk.nodes))
+        decodes = all(len(rows.pending) == 1 for rows in step.plan.requests)
+        if self.costs is not None and decodes and step.result.is_warm:
+            self.costs.refine(step.result.num_rows, step.result.seconds)
+
+    def _learn_rate(self) -> None:
+        """Tell the controller about the last step, unless it prefilled, failed, or captured a graph."""
+        step, self._step = self._step, None
+        if step is None or step.controller is None or step.prefills or step.result is None or not step.result.is_warm:
+            return
+        tokens = sum(len(walk.tokens) for walk in step.walks if walk is not None)
+        step.controller.learn(step.speculates, tokens, step.batch.seconds, step.batch.host_seconds)
+
+
+def plan_pending(request: SpeculatedRequest, chunk: int, last_token_alone: bool = False) -> RequestPlan:
+    """Plan the pending tokens of a request: a chunk of its prompt, or all of them, at the least the last token.
+
+    With `last_token_alone` the last token comes in a step of its own, which emits tokens and prefills nothing.
+    """
+    if last_token_alone:
+        chunk = min(chunk, max(request.num_pending - 1, 1))
+    start = request.num_cached
+    pending = np.array(request.ids[start : start + chunk], dtype=np.int64)
+    predict = 0
+    if request.speculation.wants_predictions:
+        predict = max(start + len(pending) - max(request.predicted_from, start), 0)
+    return RequestPlan(
+        pending,
+        start,
+        request.kv,
+        complete=len(pending) == request.num_pending,
+        predict=predict,
+        embeds=request.embeds,
+        sampler=request.sampler if request.sampler.random is not None else None,
+    )

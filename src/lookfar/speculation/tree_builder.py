@@ -1,0 +1,295 @@
+"""Draft trees for the requests of a batch, built best first from everything that their sources propose.
+
+A node of a tree is continued in two ways: by the *drafts* that agree with the path so far, and by the *recycled
+predictions* after the node's last token or pair of tokens. A token that two sources propose is one candidate. The score
+of a candidate is the product of the estimated acceptance probabilities along its path, so it never exceeds its
+parent's, and the best n candidates always form trees.
+
+Under sampling a token is argmax(p / noise), and the noise of the next positions is known (see noise.py): recycled
+logits are compared after the noise was applied, and the noise of a token counts as evidence for every candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from lookfar.core.arrays import Floats, Int32s
+from lookfar.core.heap import pop, push
+from lookfar.core.jit import jit
+from lookfar.core.tree import DraftTree
+from lookfar.retrieval.recycle_table import RecycleTable, find_pair
+from lookfar.speculation.acceptance import DRAFTS, SOURCE, AcceptanceModel, learn_along_path
+from lookfar.speculation.evidence import (
+    CHILD,
+    DRAFTED,
+    MAX_CHILDREN,
+    OF_PAIR,
+    OF_TOKEN,
+    ONE,
+    Children,
+    add_features,
+    add_source_features,
+    new_children,
+    noise_feature,
+    read_drafts,
+    read_runner_ups,
+    read_table,
+)
+
+# Columns of the table of candidates. FIRST and COUNT are a candidate's children. LOW and HIGH bound the drafts that
+# agree with its path, in an order of all drafts.
+OWNER, PARENT, TOKEN, DEPTH, TOP_SOURCE, NUM_SOURCES, FIRST, COUNT, LOW, HIGH = range(10)
+COLUMNS = 10
+
+
+class DraftArrays(NamedTuple):
+    """The drafts of all requests; those of request b are `starts[b] … starts[b + 1]`."""
+
+    tokens: Int32s  # [n, depth] -1 behind the end of a draft
+    scores: Int32s  # [n] match scores
+    weights: Floats  # [n]
+    sources: Int32s  # [n] index into the sources of the acceptance model
+    starts: Int32s  # [batch + 1]
+
+
+class RootArrays(NamedTuple):
+    """Where the trees of all requests begin."""
+
+    last_tokens: Int32s  # [batch, 2] the last two tokens of each text, -1 for none
+    runner_ups: Int32s  # [batch, k] alternatives to the last token, -1 for none
+    runner_up_logits: Floats  # [batch, k]
+    max_depths: Int32s  # [batch] the deepest node that could be accepted
+
+
+class NoiseArrays(NamedTuple):
+    """What is known about the sampling noise of the next positions."""
+
+    upcoming: Floats  # [rows, positions modulo their number, vocabulary]; half of the positions are known
+    rows: Int32s  # [batch] the row of each request, -1 if its noise is unknown
+    positions: Int32s  # [batch] the position of its next token
+    temperatures: Floats  # [batch]
+
+    @classmethod
+    def unknown(cls, batch: int) -> NoiseArrays:
+        """Return arrays for requests whose noise is unknown, or that do not sample."""
+        no_row, start = np.full(batch, -1, np.int32), np.zeros(batch, np.int32)
+        return cls(np.zeros((0, 0, 0), np.float32), no_row, start, np.ones(batch, np.float32))
+
+
+class BuildLimits(NamedTuple):
+    """How many candidates to choose."""
+
+    max_nodes: int  # of all requests together
+    max_per_request: Int32s  # [batch]
+    min_score: np.float32
+    vocab_size: int  # drafts end before a token that is outside the vocabulary
+
+
+@dataclass(frozen=True)
+class BuildInputs:
+    """Everything that the trees of some requests are built from."""
+
+    drafts: DraftArrays
+    roots: RootArrays
+    noise: NoiseArrays
+    table: RecycleTable
+    acceptance: AcceptanceModel
+
+
+@dataclass(slots=True)
+class Candidates:
+    """All candidates. The first ones, one for each request, are the roots; children of one node are neighbours."""
+
+    nodes: Int32s  # [candidates, columns]
+    scores: Floats
+    features: Int32s  # [candidates, features of each]
+    chosen: Int32s  # the best candidates, best first
+
+    def column(self, column: int) -> Int32s:
+        return self.nodes[:, column]
+
+    def learn(self, root: int, emitted: Int32s, acceptance: AcceptanceModel) -> None:
+        """Teach the acceptance model which candidates after a root came true."""
+        arrays = self.features, self.nodes[:, TOKEN], self.nodes[:, FIRST], self.nodes[:, COUNT]
+        learn_along_path(acceptance.weights, acceptance.squares, arrays, root, emitted)
+
+    def trees(self, count: int, names: Seq[str], batch: int) -> list[DraftTree]:
+        """Return the best `count` candidates as one tree for each request."""
+        columns, scores, starts = cut(self.nodes, self.scores, self.chosen[:count], batch)
+        trees = []
+        for first, last in pairwise(starts.tolist()):
+            tokens, parents, depths, sources, num_sources = columns[:, first:last]
+            trees.append(DraftTree(tokens, parents, depths, sources, scores[first:last], num_sources, tuple(names)))
+        return trees
+
+
+def build_candidates(inputs: BuildInputs, limits: BuildLimits) -> Candidates:
+    """Build the best candidates for all requests."""
+    table, acceptance = inputs.table.arrays, inputs.acceptance
+    return Candidates(*build(inputs.drafts, inputs.roots, inputs.noise, table, acceptance.weights, limits))
+
+
+class Workspace(NamedTuple):
+    """The arrays that a build works on."""
+
+    nodes: Int32s
+    scores: Floats
+    features: Int32s
+    order: Int32s  # all drafts; those that agree with a node's path are neighbours
+    spare: Int32s  # room for sorting `order`
+    group: Int32s  # which child of the node at hand each draft belongs to
+    children: Children
+    no_noise: Floats  # empty
+
+
+@jit
+def build(drafts, roots, noise, table, weights, limits):  # type: ignore[no-untyped-def]
+    """Grow the trees of all requests from one heap. Returns nodes, scores, features, and the chosen candidates."""
+    batch = len(roots.last_tokens)
+    work = new_workspace(drafts, noise, table, weights, limits)
+    nodes, scores = work.nodes, work.scores
+    heap, chosen = np.empty(len(scores), np.int32), np.empty(limits.max_nodes, np.int32)
+    taken = np.zeros(batch, np.int32)
+    for b in range(batch):
+        place_node(work, b, (b, -1, roots.last_tokens[b, 1], 0), ONE)
+        nodes[b, LOW], nodes[b, HIGH] = drafts.starts[b], drafts.starts[b + 1]
+    used, heap_size, picks, next_root = batch, 0, 0, 0
+    while next_root < batch or (heap_size and picks < limits.max_nodes):
+        if next_root < batch:  # all roots are expanded first
+            node = next_root
+            next_root += 1
+        else:
+            node, heap_size = pop(heap, heap_size, scores)
+            owner = nodes[node, OWNER]
+            if taken[owner] == limits.max_per_request[owner]:
+                continue
+            chosen[picks] = node
+            picks += 1
+            taken[owner] += 1
+        if nodes[node, DEPTH] >= roots.max_depths[nodes[node, OWNER]]:
+            continue
+        count = expand(work, node, used, (drafts, roots, noise, table), weights, limits.vocab_size)
+        for child in range(used, used + count):
+            if scores[child] >= limits.min_score:
+                heap_size = push(heap, heap_size, scores, child)
+        used += count
+    return nodes[:used], scores[:used], work.features[:used], chosen[:picks]
+
+
+@jit
+def new_workspace(drafts, noise, table, weights, limits):  # type: ignore[no-untyped-def]
+    batch = len(noise.rows)
+    size = batch + (limits.max_nodes + batch) * MAX_CHILDREN
+    source_count = (len(weights) - DRAFTS) // SOURCE
+    # Features: depth, runner-up, token, pair, noise if it is known, and one for each source.
+    noisy = 1 if noise.rows.max() >= 0 and noise.upcoming.shape[1] > 0 else 0
+    order = np.arange(len(drafts.tokens)).astype(np.int32)
+    return Workspace(
+        np.empty((size, COLUMNS), np.int32),
+        np.empty(size, np.float32),
+        np.empty((size, 4 + noisy + source_count), np.int32),
+        order,
+        np.empty_like(order),
+        np.empty_like(order),
+        new_children(source_count, table.token_ids.shape[1]),
+        np.empty(0, np.float32),
+    )
+
+
+@jit
+def place_node(work, node, about, score):  # type: ignore[no-untyped-def]
+    """Set a node's owner, parent, token and depth, and its score."""
+    nodes = work.nodes
+    nodes[node, OWNER], nodes[node, PARENT], nodes[node, TOKEN], nodes[node, DEPTH] = about
+    nodes[node, FIRST], nodes[node, COUNT] = -1, 0
+    work.scores[node] = score
+
+
+@jit
+def expand(work, node, used, sources, weights, vocab_size):  # type: ignore[no-untyped-def]
+    """Add the children of a node as nodes `used …`, with their scores; returns their number."""
+    drafts, roots, noise, table = sources
+    nodes, children = work.nodes, work.children
+    b, parent, last, depth = nodes[node, OWNER], nodes[node, PARENT], nodes[node, TOKEN], nodes[node, DEPTH]
+    low, high = nodes[node, LOW], nodes[node, HIGH]
+    drafted = read_drafts(drafts, work.order[low:high], work.group[low:high], depth, vocab_size, children)
+    sort_drafts(work, node, used, drafted)
+    meets = noise_at(noise, b, depth, work.no_noise), noise.temperatures[b]
+    count, best_of_pair, best_of_token = drafted, -1, -1
+    before = nodes[parent, TOKEN] if parent >= 0 else roots.last_tokens[b, 0]
+    pair = find_pair(table.pair_keys, before, last)
+    if pair >= 0 and table.pair_ids[pair, 0] >= 0:
+        row = table.pair_ids[pair], table.pair_logits[pair]
+        count, best_of_pair = read_table(row[0], row[1], children, count, OF_PAIR, meets)
+    if last < len(table.token_ids) and table.token_ids[last, 0] >= 0:
+        row = table.token_ids[last], table.token_logits[last]
+        count, best_of_token = read_table(row[0], row[1], children, count, OF_TOKEN, meets)
+    if parent < 0:
+        count = read_runner_ups(roots.runner_ups[b], roots.runner_up_logits[b], children, count, meets)
+    nodes[node, FIRST], nodes[node, COUNT] = used, count
+    noisy = work.features.shape[1] - 4 - children.match.shape[1]
+    for child in range(count):
+        new, features = used + child, work.features[used + child]
+        total = add_features(features, children.slate, child, depth, (best_of_token, best_of_pair), weights)
+        if noisy:
+            features[4] = noise_feature(children.slate, child, meets[0])
+            total += weights[features[4]]
+        token = children.slate[child, CHILD]
+        more, top_source, num_sources = add_source_features(features[4 + noisy :], children, child, weights)
+        place_node(work, new, (b, node, token, depth + 1), work.scores[node] / (ONE + np.exp(-(total + more))))
+        nodes[new, TOP_SOURCE], nodes[new, NUM_SOURCES] = top_source, num_sources
+        if child >= drafted:
+            nodes[new, LOW] = nodes[new, HIGH] = 0
+    return count
+
+
+@jit
+def noise_at(noise, b, depth, unknown):  # type: ignore[no-untyped-def]
+    """Return the noise that a token of a request meets `depth` tokens ahead, or `unknown`."""
+    positions = noise.upcoming.shape[1]
+    if noise.rows[b] < 0 or depth >= positions // 2:
+        return unknown
+    return noise.upcoming[noise.rows[b], (noise.positions[b] + depth) % positions]
+
+
+@jit
+def sort_drafts(work, node, used, count):  # type: ignore[no-untyped-def]
+    """Sort the drafts of a node by child, so that the drafts of each child are neighbours in `order`."""
+    nodes, slate = work.nodes, work.children.slate
+    low, start = nodes[node, LOW], nodes[node, LOW]
+    for child in range(count):
+        nodes[used + child, LOW] = nodes[used + child, HIGH] = start
+        start += slate[child, DRAFTED]
+    for i in range(low, nodes[node, HIGH]):
+        if work.group[i] >= 0:
+            child = used + work.group[i]
+            work.spare[nodes[child, HIGH]] = work.order[i]
+            nodes[child, HIGH] += 1
+    for i in range(low, start):
+        work.order[i] = work.spare[i]
+
+
+@jit
+def cut(nodes, scores, chosen, batch):  # type: ignore[no-untyped-def]
+    """Return the chosen candidates as trees, one behind the other.
+
+    Returns columns (token, parent, depth, top source, number of sources), scores, and where each tree begins.
+    """
+    starts, place = np.zeros(batch + 1, np.int32), np.full(len(nodes), -1, np.int32)
+    for node in chosen:
+        place[node] = starts[nodes[node, OWNER] + 1]  # in its own tree
+        starts[nodes[node, OWNER] + 1] += 1
+    for owner in range(batch):
+        starts[owner + 1] += starts[owner]
+    columns, chances = np.empty((5, len(chosen)), np.int32), np.empty(len(chosen), np.float32)
+    for node in chosen:
+        at = starts[nodes[node, OWNER]] + place[node]
+        columns[0, at], columns[1, at] = nodes[node, TOKEN], place[nodes[node, PARENT]]
+        columns[2, at], columns[3, at] = nodes[node, DEPTH], nodes[node, TOP_SOURCE]
+        columns[4, at], chances[at] = nodes[node, NUM_SOURCES], scores[node]
+    return columns, chances, starts

@@ -1,0 +1,171 @@
+"""`lookfar chat`: what is typed, what comes back, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from families import tiny_model
+from helpers import byte_tokenizer
+from lookfar import LM
+from lookfar.cli import main
+from lookfar.cli.chat import Conversation
+
+
+@pytest.fixture
+def lm() -> LM:
+    """A model that says readable nonsense."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
+    lm = LM(tiny_model("llama", torch.float32, vocab_size=len(tokenizer)), tokenizer)
+    lm.stream = partial(lm.stream, regex="[a-zé ]{99}")  # type: ignore[method-assign]
+    return lm
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, lm: LM) -> Iterator[Any]:
+    """Runs the command with lines typed into it; returns its exit code."""
+    monkeypatch.setattr("lookfar.cli.options.load_model", lambda *_: lm)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*lines: str | type[BaseException], options: tuple[str, ...] = ()) -> int:
+        waiting = iter(lines)
+
+        def read(prompt: str) -> str:
+            line = next(waiting, EOFError)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        monkeypatch.setattr("builtins.input", read)
+        monkeypatch.setattr(sys, "argv", ["lookfar", "chat", "--max-new-tokens", "20", *options])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        return int(caught.value.code or 0)
+
+    import warnings
+
+    with warnings.catch_warnings():
+        yield run
+
+
+def test_a_conversation(typed: Any, lm: LM, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    lines = [
+        "Hello",
+        "",
+        KeyboardInterrupt,
+        "And now?",
+        "/speed",
+        "/strategy",
+        "/strategy none",
+        "More",
+        f"/save {file}",
+    ]
+    assert typed(*lines, "/exit") == 0
+    shown = capsys.readouterr().out
+    messages = json.loads(file.read_text())
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 3
+    assert [m["content"] for m in messages[::2]] == ["Hello", "And now?", "More"]
+    assert all(messages[i]["content"] in shown for i in (1, 3, 5))
+    assert shown.count("first after") == 3 + 2  # after each answer, and /speed after two
+    assert "strategy: auto" in shown
+    assert "strategy: none" in shown
+    assert "6 messages in" in shown
+
+
+def test_answers_are_those_of_the_whole_conversation(lm: LM) -> None:
+    """What is kept in the cache between turns changes no token, and is not read again."""
+    talk = Conversation(lm, "Be brief.", {"max_new_tokens": 20}, None)
+    for line in ("Hello", "And now?", "Grüße 🌍", "Bye"):
+        before = len(talk.known[0])
+        talk.take(line)
+        prompt = lm.chat_text(talk.messages[:-1])
+        stats, _ = talk.answers[-1]
+        fresh = LM(lm.model, lm.tokenizer).generate(
+            talk.known[0][: stats.prompt_tokens], max_new_tokens=20, regex="[a-zé ]{99}"
+        )
+        assert fresh.token_ids == talk.known[0][stats.prompt_tokens :]
+        assert lm.tokenizer.decode(talk.known[0][: stats.prompt_tokens]) == prompt
+        if before:
+            assert stats.reused_tokens == before - 1
+
+
+def test_a_template_that_rewrites_answers_is_read_anew(lm: LM) -> None:
+    assert lm.tokenizer is not None
+    lm.tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content|upper }}\n{% endfor %}assistant:"
+    talk = Conversation(lm, None, {"max_new_tokens": 20}, None)
+    talk.take("Hello")
+    talk.take("And now?")
+    stats, _ = talk.answers[-1]
+    assert talk.known[0][: stats.prompt_tokens] == lm.chat_ids(talk.messages[:-1])
+    assert 0 < stats.reused_tokens < stats.prompt_tokens - 10
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(
+    typed: Any, lm: LM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps: list[int] = []
+    forward = lm.engine.runner.model.forward
+
+    def interrupted(*arguments: Any) -> torch.Tensor:
+        steps.append(1)
+        if len(steps) == 4:
+            os.kill(os.getpid(), signal.SIGINT)  # while a step is at work
+        return forward(*arguments)
+
+    monkeypatch.setattr(lm.engine.runner.model, "forward", interrupted)
+    file = tmp_path / "chat.json"
+    before = signal.getsignal(signal.SIGINT)
+    assert typed("Hello", "Go on", f"/save {file}", options=("--strategy", "none")) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("(stopped)") == 1
+    assert "4 tokens in 4 steps" in shown
+    assert "20 tokens in 20 steps" in shown
+    messages = json.loads(file.read_text())
+    assert len(messages) == 4
+    assert lm.engine.active == []
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_seeds_make_a_conversation_repeatable(lm: LM) -> None:
+    said = []
+    for _ in range(2):
+        talk = Conversation(lm, None, {"max_new_tokens": 15, "temperature": 1.5, "seed": 3}, None)
+        talk.take("Hello")
+        talk.take("Hello")
+        said.append([m["content"] for m in talk.messages])
+    assert said[0] == said[1]
+    assert said[0][1] != said[0][3]
+
+
+def test_mistakes_do_not_end_it(typed: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    nowhere = tmp_path / "no" / "where.json"
+    assert (
+        typed("/nothing", "/save", f"/save {nowhere}", "/strategy magic", "/speed", "/help", "x" * 400, "/reset") == 0
+    )
+    captured = capsys.readouterr()
+    assert "There is no /nothing" in captured.err
+    assert "Give a file" in captured.err
+    assert "cannot be written" in captured.err
+    assert "Unknown strategy 'magic'" in captured.err
+    assert "do not fit" in captured.err
+    assert "No answer yet" in captured.out
+    assert "/strategy NAME" in captured.out
+    assert "a new conversation" in captured.out
+
+
+def test_a_model_that_cannot_chat_says_so_first(typed: Any, lm: LM, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lm.tokenizer is not None
+    lm.tokenizer.chat_template = None
+    assert typed("Hello") == 2
+    assert "no chat template" in capsys.readouterr().err

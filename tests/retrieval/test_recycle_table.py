@@ -1,0 +1,55 @@
+"""The recycle table: the last prediction counts, pairs beside tokens, in memory that does not grow."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lookfar.retrieval.recycle_table import TOP_K, RecycleTable, find_pair, pair_slot
+
+
+def learn(table: RecycleTable, before: int, token: int, first: int) -> None:
+    top = np.arange(first, first + TOP_K, dtype=np.int32)[None]
+    logits = np.linspace(5, 0, TOP_K, dtype=np.float32)[None]
+    table.learn(np.array([before], np.int32), np.array([token], np.int32), top, logits)
+
+
+def predicted_after(table: RecycleTable, before: int, token: int) -> int | None:
+    """The most likely token after a pair, if the table holds it."""
+    slot = find_pair(table.arrays.pair_keys, before, token)
+    return int(table.arrays.pair_ids[slot, 0]) if slot >= 0 else None
+
+
+def test_the_last_prediction_counts() -> None:
+    table = RecycleTable(100, 1 << 10)
+    learn(table, 3, 7, 10)
+    learn(table, 4, 7, 20)
+    assert table.arrays.token_ids[7, 0] == 20
+    assert pair_slot(3, 7, 1 << 10) != pair_slot(4, 7, 1 << 10)
+    assert predicted_after(table, 3, 7) == 10
+    assert predicted_after(table, 4, 7) == 20
+    assert predicted_after(table, 7, 3) is None
+    learn(table, 3, 7, 30)
+    assert predicted_after(table, 3, 7) == 30
+    assert (table.arrays.token_ids[8] == -1).all()
+
+
+def test_a_pair_replaces_another_one_in_its_slot_and_is_not_taken_for_it() -> None:
+    table = RecycleTable(100, 1)
+    learn(table, 3, 7, 10)
+    learn(table, 4, 8, 20)
+    assert predicted_after(table, 4, 8) == 20
+    assert predicted_after(table, 3, 7) is None
+
+
+def test_memory_is_fixed_and_pairs_are_spread_over_the_slots() -> None:
+    table = RecycleTable(1000, 1 << 10)
+    size = table.nbytes
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        learn(table, int(rng.integers(1000)), int(rng.integers(1000)), 5)
+    assert table.nbytes == size
+    assert (table.arrays.pair_keys >= 0).sum() > 800
+
+
+def test_a_vocabulary_smaller_than_a_row_of_the_table() -> None:
+    assert RecycleTable(5, 4).arrays.token_ids.shape == (5, 5)

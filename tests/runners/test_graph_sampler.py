@@ -1,0 +1,118 @@
+"""Sampling on the device: the same tokens as one after the other, without asking the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+import lookfar
+from families import DEVICE, tiny_model
+from helpers import random_prompts
+from lookfar.errors import RequestError
+from lookfar.kernels.sampling import sample
+from lookfar.runners.cuda_graph.graph_step import WORTH_CAPTURING
+from lookfar.sampling.processors import processors_key
+from lookfar.sampling.sampler import NO_TOKEN, Sampler, process_rows, race
+
+PROCESSORS = {
+    "none": LogitsProcessorList(),
+    "top-k": LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)]),
+    "top-p": LogitsProcessorList([TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.8)]),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_every_row_meets_its_own_noise(name: str) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    rows, vocabulary = 7, 2500  # more than one block of the vocabulary
+    logits = 3 * torch.randn(rows, vocabulary, device=DEVICE, generator=generator)
+    noise = torch.empty(3, vocabulary, device=DEVICE).exponential_(1, generator=generator)
+    places = [0, 1, 1, 2, 0, 2]
+    addresses = torch.tensor([*(noise[place].data_ptr() for place in places), 0], device=DEVICE)
+    scores = PROCESSORS[name](torch.zeros(rows, 1, dtype=torch.long, device=DEVICE), logits.clone())
+    expected = race(scores[:6], noise[places]).argmax(-1).tolist()
+    assert sample(process_rows(PROCESSORS[name], logits), addresses).tolist() == [*expected, int(scores[6].argmax())]
+
+
+def test_scores_without_a_number_are_told() -> None:
+    logits = torch.randn(2, 100, device=DEVICE)
+    logits[1, 3] = torch.nan
+    noise = torch.ones(100, device=DEVICE)
+    drawn = sample(logits, torch.tensor([noise.data_ptr()] * 2, device=DEVICE))
+    assert drawn.tolist() == [int(logits[0].argmax()), NO_TOKEN]
+
+
+def test_processors_that_do_the_same_are_one() -> None:
+    def of(*processors: LogitsProcessor) -> Any:
+        return processors_key(LogitsProcessorList(processors))
+
+    assert of(TemperatureLogitsWarper(0.7), TopKLogitsWarper(5)) == of(
+        TemperatureLogitsWarper(0.7), TopKLogitsWarper(5)
+    )
+    assert of(TemperatureLogitsWarper(0.7)) != of(TemperatureLogitsWarper(0.8))
+    assert of(TopKLogitsWarper(5), TopPLogitsWarper(0.5)) != of(TopPLogitsWarper(0.5), TopKLogitsWarper(5))
+    assert processors_key(None) == of() != of(TopKLogitsWarper(5))
+
+    class Tensorial(LogitsProcessor):
+        def __init__(self) -> None:
+            self.bias = torch.ones(3)
+
+    assert of(Tensorial()) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0.7, "top_k": 0},
+        {"temperature": 1.0, "top_k": 40},
+        {"temperature": 1.2, "top_k": 0, "top_p": 0.8},
+    ],
+)
+@pytest.mark.parametrize("strategy", ["none", "auto"])
+def test_drawn_in_graphs(how: dict[str, Any], strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `generate` samples; after the first steps of a kind nothing is drawn by the host any more."""
+    calls: list[int] = []
+    by_host = Sampler.choose_rows
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return by_host(*arguments)
+
+    monkeypatch.setattr(Sampler, "choose_rows", counted)
+    model = tiny_model("llama", torch.float32)
+    lm, new = lookfar.LM(model, max_batch=3), 80
+    budget = None if strategy == "none" else 16
+    prompts = random_prompts(9, 30, 17)
+    for turn in range(3):
+        for seed, prompt in enumerate(prompts):
+            torch.manual_seed(seed)
+            ids = torch.tensor([prompt], device=model.device)
+            sampled = model.generate(ids, max_new_tokens=new, do_sample=True, pad_token_id=0, **how)
+            expected = sampled[0, len(prompt) :].tolist()
+            done = lm.generate(prompt, max_new_tokens=new, strategy=strategy, budget=budget, seed=seed, **how)
+            assert done.token_ids == expected
+        if turn == 1:
+            calls.clear()
+    assert len(calls) <= 3 * WORTH_CAPTURING  # a rare number of rows may be new
+    together = lm.generate(prompts, max_new_tokens=new, strategy=strategy, budget=budget, seed=5, **how)
+    eager = lookfar.LM(model, cuda_graphs=False, max_batch=3)
+    one_by_one = eager.generate(prompts, max_new_tokens=new, strategy="none", seed=5, **how)
+    assert [done.token_ids for done in together] == [done.token_ids for done in one_by_one]
+
+
+@pytest.mark.gpu
+def test_forbidding_every_token_is_an_error_in_graphs_too() -> None:
+    lm = lookfar.LM(tiny_model("llama", torch.float32))
+    everything = list(range(lm.model.config.vocab_size))
+    with pytest.raises(RequestError, match="are NaN"):
+        lm.generate([1, 2, 3], max_new_tokens=40, do_sample=True, suppress_tokens=everything)

@@ -1,0 +1,88 @@
+"""The speculation controller: speculation stops where it does not pay, and is tried again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lookfar.speculation.controller import PLAIN_STEPS, SPECULATIVE_STEPS, SpeculationController
+
+
+def run(
+    controller: SpeculationController, steps: int, seconds: tuple[float, float], tokens: int, expected: float
+) -> float:
+    """Tokens per second over some steps, given the seconds of a step with and without speculation."""
+    emitted = total = 0.0
+    for _ in range(steps):
+        speculates = controller.decide(expected)
+        took, came = (seconds[0], tokens) if speculates else (seconds[1], 1)
+        controller.learn(speculates, came, took, 0.0)
+        emitted, total = emitted + came, total + took
+    return emitted / total
+
+
+def test_speculation_that_pays_is_never_interrupted() -> None:
+    controller = SpeculationController()
+    assert run(controller, 1000, (2.0, 1.0), 3, expected=1.0) == pytest.approx(1.5)
+
+
+def test_it_is_switched_off_where_it_costs_too_much() -> None:
+    controller = SpeculationController()
+    run(controller, 600, (7.0, 1.0), 2, expected=1.1)
+    assert not controller.speculating
+    assert run(controller, 5000, (7.0, 1.0), 2, expected=1.1) > 0.96  # of the rate without speculation
+
+
+def test_single_slow_steps_change_nothing() -> None:
+    controller = SpeculationController()
+    for step in range(200):
+        assert controller.decide(1.0)
+        controller.learn(True, 3, 60.0 if step % 5 == 0 else 2.0, 0.0)
+
+
+def test_a_trial_that_fails_is_repeated_more_and_more_rarely() -> None:
+    controller = SpeculationController()
+    plain = 0
+    for _ in range(3000):
+        speculates = controller.decide(9.0)
+        plain += not speculates
+        controller.learn(speculates, 3 if speculates else 1, 2.0 if speculates else 1.0, 0.0)
+    assert controller.speculating
+    assert plain <= 6 * PLAIN_STEPS
+
+
+def test_it_is_switched_on_again_when_it_pays() -> None:
+    controller = SpeculationController()
+    run(controller, SPECULATIVE_STEPS + PLAIN_STEPS, (7.0, 1.0), 2, expected=1.1)
+    assert not controller.speculating
+    run(controller, 5 * SPECULATIVE_STEPS, (1.2, 1.0), 3, expected=1.1)
+    assert controller.speculating
+
+
+def test_a_run_of_bad_steps_does_not_switch_it_off() -> None:
+    """Speculative steps emit one token or many: one request needs many of them for a decision."""
+    chance, controller = random.Random(0), SpeculationController()
+    speculated = 0
+    for _ in range(5000):
+        speculates = controller.decide(1.0)
+        speculated += speculates
+        tokens = 1
+        while speculates and tokens < 12 and chance.random() < 0.55:  # 2.2 on average
+            tokens += 1
+        controller.learn(speculates, tokens, 1.4 if speculates else 1.1, 0.0)
+    assert speculated > 4800
+
+
+def test_many_requests_decide_sooner() -> None:
+    controller = SpeculationController(32)
+    run(controller, 40, (7.0, 1.0), 2, expected=1.1)
+    assert not controller.speculating
+
+
+def test_the_overhead_follows_speculative_steps() -> None:
+    controller = SpeculationController()
+    for _ in range(100):
+        controller.learn(True, 1, 3.0, 0.5)
+        controller.learn(False, 1, 1.0, 9.0)
+    assert controller.overhead == pytest.approx(0.5, abs=0.01)

@@ -1,0 +1,183 @@
+"""Draft trees: everything proposed is there once, the best is chosen first, and what is chosen forms trees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings, strategies as st
+
+from lookfar.retrieval.recycle_table import NO_RECYCLING, RecycleTable
+from lookfar.speculation.acceptance import AcceptanceModel
+from lookfar.speculation.tree_builder import (
+    DEPTH,
+    NUM_SOURCES,
+    OWNER,
+    PARENT,
+    TOKEN,
+    TOP_SOURCE,
+    BuildInputs,
+    BuildLimits,
+    Candidates,
+    DraftArrays,
+    NoiseArrays,
+    RootArrays,
+    build_candidates,
+)
+
+SOURCES = ("suffix", "trie")
+drafts = st.lists(
+    st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(0, 12), st.integers(0, 1)), max_size=8
+)
+batches = st.lists(drafts, min_size=1, max_size=3)
+Drafts = list[list[tuple[list[int], int, int]]]
+
+
+def inputs_of(batch: Drafts, max_depth: int = 9, table: RecycleTable = NO_RECYCLING) -> BuildInputs:
+    every = [draft for of_one in batch for draft in of_one]
+    tokens = np.full((len(every), 6), -1, np.int32)
+    for row, (path, _, _) in zip(tokens, every, strict=True):
+        row[: len(path)] = path
+    return BuildInputs(
+        DraftArrays(
+            tokens,
+            scores=np.array([score for _, score, _ in every], np.int32),
+            weights=np.ones(len(every), np.float32),
+            sources=np.array([source for _, _, source in every], np.int32),
+            starts=np.cumsum([0, *map(len, batch)], dtype=np.int32),
+        ),
+        RootArrays(
+            last_tokens=np.array([[2, 3]] * len(batch), np.int32),
+            runner_ups=np.full((len(batch), 7), -1, np.int32),
+            runner_up_logits=np.zeros((len(batch), 7), np.float32),
+            max_depths=np.full(len(batch), max_depth, np.int32),
+        ),
+        NoiseArrays.unknown(len(batch)),
+        table,
+        AcceptanceModel(SOURCES),
+    )
+
+
+def limits(most: int, each: int | None = None, min_score: float = 0.0, vocab_size: int = 100) -> BuildLimits:
+    return BuildLimits(most, np.full(3, most if each is None else each, np.int32), np.float32(min_score), vocab_size)
+
+
+def paths(found: Candidates, owner: int) -> list[tuple[int, ...]]:
+    """The paths of the chosen candidates of a request, in their order."""
+    spelled: dict[int, tuple[int, ...]] = {owner: ()}
+    chosen = []
+    for node in found.chosen.tolist():
+        if found.nodes[node, OWNER] == owner:
+            spelled[node] = (*spelled[int(found.nodes[node, PARENT])], int(found.nodes[node, TOKEN]))  # parents first
+            chosen.append(spelled[node])
+    return chosen
+
+
+@given(batches)
+@settings(max_examples=150)
+def test_all_prefixes_of_all_drafts_and_nothing_else(batch: Drafts) -> None:
+    found = build_candidates(inputs_of(batch), limits(500))
+    for owner, of_one in enumerate(batch):
+        expected = {tuple(path[:end]) for path, _, _ in of_one for end in range(1, len(path) + 1)}
+        chosen = paths(found, owner)
+        assert len(chosen) == len(set(chosen))
+        assert set(chosen) == expected
+    for node in found.chosen.tolist():
+        sources = {s for path, _, s in batch[found.nodes[node, OWNER]] if _passes(found, node, path)}
+        assert found.nodes[node, NUM_SOURCES] == len(sources)
+        assert SOURCES[found.nodes[node, TOP_SOURCE]] in {SOURCES[s] for s in sources}
+
+
+def _passes(found: Candidates, node: int, path: list[int]) -> bool:
+    own: list[int] = []
+    while found.nodes[node, PARENT] >= 0:
+        own.insert(0, int(found.nodes[node, TOKEN]))
+        node = int(found.nodes[node, PARENT])
+    return path[: len(own)] == own
+
+
+@given(batches, st.integers(0, 12), st.integers(1, 6), st.integers(1, 4))
+@settings(max_examples=150)
+def test_the_best_are_chosen_and_limits_hold(batch: Drafts, most: int, each: int, max_depth: int) -> None:
+    everything = build_candidates(inputs_of(batch, max_depth), limits(500))
+    found = build_candidates(inputs_of(batch, max_depth), limits(most, each))
+    scores = found.scores[found.chosen]
+    assert (np.diff(scores) <= 1e-6).all()
+    assert len(found.chosen) <= most
+    assert np.bincount(found.nodes[found.chosen, OWNER], minlength=1).max() <= each
+    assert found.column(DEPTH).max() <= max_depth
+    if each >= most:
+        best = np.sort(everything.scores[everything.chosen])[::-1][:most]
+        assert np.allclose(scores, best, atol=1e-6)
+    above = build_candidates(inputs_of(batch, max_depth), limits(500, min_score=0.2))
+    assert (above.scores[above.chosen] >= 0.2).all()
+    assert len(above.chosen) == (everything.scores[everything.chosen] >= 0.2).sum()
+
+
+def test_a_draft_ends_before_a_token_that_is_outside_the_vocabulary() -> None:
+    batch: Drafts = [[([1, 2, 3], 5, 0), ([7, 1], 5, 1)]]
+    assert set(paths(build_candidates(inputs_of(batch), limits(99, vocab_size=3)), 0)) == {(1,), (1, 2)}
+
+
+def test_match_scores_outside_their_range_are_taken_for_the_nearest_one() -> None:
+    for score, nearest in ((99, 15), (-7, 0)):
+        wild, tame = (build_candidates(inputs_of([[([1], s, 0)]]), limits(9)) for s in (score, nearest))
+        assert wild.scores.tolist() == tame.scores.tolist()
+
+
+def test_two_sources_for_a_token_are_worth_more_than_one() -> None:
+    alone = build_candidates(inputs_of([[([1], 5, 0)]]), limits(9))
+    agreed = build_candidates(inputs_of([[([1], 5, 0), ([1], 5, 1)]]), limits(9))
+    against = build_candidates(inputs_of([[([1], 5, 0), ([2], 5, 1)]]), limits(9))
+    assert agreed.scores[1] > alone.scores[1] > against.scores[1]
+    assert (alone.nodes[1, NUM_SOURCES], agreed.nodes[1, NUM_SOURCES]) == (1, 2)
+
+
+def test_recycled_predictions_continue_every_path() -> None:
+    table = RecycleTable(20, 64)
+    top = np.array([[10, 11, 12, -1, -1, -1, -1, -1]], np.int32)
+    logits = np.array([[9.0, 5, 1, 0, 0, 0, 0, 0]], np.float32)
+    one = np.array
+    table.learn(one([-1], np.int32), one([7], np.int32), top, logits)  # after 7, whatever was before
+    table.learn(one([7], np.int32), one([10], np.int32), top + 3 * (top >= 0), logits)  # after the pair 7, 10
+    found = build_candidates(inputs_of([[([7], 5, 0)]], table=table), limits(30))
+    chosen = paths(found, 0)
+    assert (7, 10, 13) in chosen
+    assert (7, 11) in chosen
+    assert (7, 12) in chosen
+    assert chosen.index((7, 10)) < chosen.index((7, 11)) < chosen.index((7, 12))
+    node = next(n for n in found.chosen if found.nodes[n, TOKEN] == 10 and found.nodes[n, DEPTH] == 2)
+    assert found.nodes[node, TOP_SOURCE] == len(SOURCES)  # no source drafted it
+    assert found.nodes[node, NUM_SOURCES] == 1
+
+
+def test_runner_ups_are_candidates_for_the_first_token_only() -> None:
+    inputs = inputs_of([[([1, 1], 5, 0)]])
+    inputs.roots.runner_ups[0, :2] = 8, 9
+    found = build_candidates(inputs, limits(30))
+    assert {(8,), (9,)} <= set(paths(found, 0))
+    assert not {path for path in paths(found, 0) if len(path) > 1 and path[-1] in (8, 9)}
+
+
+def test_recycled_predictions_are_ranked_with_the_noise_they_meet() -> None:
+    """argmax(p / noise): little noise makes a token win, whatever its rank was."""
+    table = RecycleTable(40, 16)
+    ids, logits = np.array([[7, 8, 9]], np.int32), np.array([[2.0, 1.5, 1.0]], np.float32)
+    table.learn(np.array([2], np.int32), np.array([3], np.int32), ids, logits)  # after the last tokens of `inputs_of`
+    inputs = inputs_of([[]], max_depth=1, table=table)
+    unranked = paths(build_candidates(inputs, limits(9)), 0)
+    assert unranked == [(7,), (8,), (9,)]
+    for favoured in (7, 8, 9):
+        upcoming = np.ones((2, 4, 40), np.float32)
+        upcoming[1, 5 % 4, favoured] = 0.01  # row 1, position 5
+        upcoming[1, 2, 7 + (favoured - 6) % 3] = 1e-6  # other positions do not matter
+        one = np.array
+        noise = NoiseArrays(upcoming, one([1], np.int32), one([5], np.int32), np.ones(1, np.float32))
+        ranked = paths(build_candidates(replace(inputs, noise=noise), limits(9)), 0)
+        assert ranked[0] == (favoured,)
+    cold = NoiseArrays.unknown(1)
+    cold.temperatures[0] = 0.05  # nearly greedy: the most likely token is nearly certain
+    found, warm = (
+        build_candidates(replace(inputs, noise=noise), limits(9)) for noise in (cold, NoiseArrays.unknown(1))
+    )
+    assert found.scores[found.chosen[0]] > warm.scores[warm.chosen[0]]
