@@ -1,4 +1,4 @@
-"""Streams: what `generate` returns, piece by piece; and a slot that is free as soon as nobody reads."""
+"""Streams: what `generate` returns, chunk by chunk; closing a stream frees its slot."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedModel, TextIteratorStreamer, TextStreamer
 
 import lookfar
 from families import tiny_model
 from helpers import byte_tokenizer, random_prompts
 from lookfar import LM
-from lookfar.detokenizer import detokenizer
-from lookfar.engine.engine import Engine
-from lookfar.engine.request import Request
-from lookfar.errors import LookfarError, LookfarWarning, RequestError
-from lookfar.models.binding import BoundModel
+from lookfar.errors import LookfarWarning, RequestError
 
 TEXT = "Grüße aus 東京 🌍! "
 
@@ -71,22 +66,39 @@ def test_several_prompts_in_one_stream(lm: LM) -> None:
     assert texts == [done.text for done in expected]
 
 
-def test_who_stops_reading_frees_the_slot(lm: LM) -> None:
+def test_closing_a_stream_frees_its_slot(lm: LM) -> None:
     for _ in lm.stream(TEXT, max_new_tokens=200):
-        assert len(lm.engine.active) == 1
+        assert not lm.engine.scheduler.is_idle
         break
-    assert lm.engine.active == []
+    assert lm.engine.scheduler.is_idle  # the stream was dropped
     stream = lm.stream(["a", "b", "c"], max_new_tokens=200)
     next(stream)
-    assert len(lm.engine.active) == 3
+    assert not lm.engine.scheduler.is_idle
     stream.close()
-    assert lm.engine.active == []
-    assert not lm.engine._waiting
-    assert lm.stream("abc") is not None  # never started: nothing to free
+    assert lm.engine.scheduler.is_idle
+    assert list(stream) == []
+    with lm.stream(TEXT, max_new_tokens=200) as stream:
+        next(stream)
+    assert lm.engine.scheduler.is_idle
+
+
+def test_a_stream_that_is_never_read_starts_nothing(lm: LM) -> None:
+    before, added = lm.engine.add, []
+    lm.engine.add = lambda *given: added.append(given) or before(*given)  # type: ignore[method-assign,func-returns-value]
+    try:
+        stream = lm.stream(TEXT, max_new_tokens=20)
+        other = lm.stream(TEXT, max_new_tokens=20)
+        assert lm.generate("abc", max_new_tokens=3).token_ids
+        assert len(added) == 1  # the call alone
+        del stream
+        other.close()
+        assert len(added) == 1
+    finally:
+        lm.engine.add = before  # type: ignore[method-assign]
 
 
 def test_streams_and_calls_share_the_engine(lm: LM) -> None:
-    """A stream that somebody reads slowly holds up nobody, and loses nothing."""
+    """A stream that is read slowly delays no other call, and loses nothing."""
     expected = [lm.generate(text, max_new_tokens=30).token_ids for text in ("abc", TEXT, "zzz")]
     first, second = lm.stream("abc", max_new_tokens=30), lm.stream(TEXT, max_new_tokens=30)
     got = [list(next(first).token_ids), list(next(second).token_ids)]
@@ -94,7 +106,7 @@ def test_streams_and_calls_share_the_engine(lm: LM) -> None:
     for tokens, stream in zip(got, (first, second), strict=True):
         tokens += [token for chunk in stream for token in chunk.token_ids]
     assert got == expected[:2]
-    assert lm.engine.active == []
+    assert lm.engine.scheduler.is_idle
 
 
 def test_many_threads_at_once(lm: LM) -> None:
@@ -118,22 +130,7 @@ def test_mistakes_come_before_the_first_chunk(lm: LM) -> None:
         lm.stream(TEXT, max_new_tokens=-1)
 
 
-def test_a_step_that_fails_is_told_to_all_who_shared_it(lm: LM) -> None:
-    class Broken(torch.nn.Module):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            raise ZeroDivisionError
-
-    innocent = lm.stream(TEXT, max_new_tokens=30)
-    next(innocent)
-    with pytest.raises(ZeroDivisionError):
-        lm.generate("abc", logits_processor=[Broken()])
-    with pytest.raises(LookfarError, match="shared with another one failed: ask again"):
-        list(innocent)
-    assert lm.engine.active == []
-    assert lm.generate("abc").token_ids
-
-
-def test_models_that_decode_plainly_stream_too() -> None:
+def test_models_of_the_fallback_stream_too() -> None:
     tokenizer = byte_tokenizer()
     lm = LM(tiny_model("mamba", torch.float32, vocab_size=len(tokenizer)), tokenizer)
     for options in ({}, {"temperature": 1.2, "seed": 5}):
@@ -156,26 +153,6 @@ def test_models_that_decode_plainly_stream_too() -> None:
 class _nothing:  # noqa: N801
     def __enter__(self) -> None: ...
     def __exit__(self, *_: object) -> None: ...
-
-
-# Text
-
-
-@given(st.lists(st.integers(0, 255), max_size=40), st.integers(1, 5))
-@settings(max_examples=200)
-def test_pieces_of_text_add_up_whatever_the_bytes(ids: list[int], size: int) -> None:
-    tokenizer = byte_tokenizer()
-    growing = detokenizer(tokenizer)
-    pieces = [growing.add(ids[start : start + size]) for start in range(0, len(ids), size)]
-    assert "".join(pieces) + growing.end() == tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def test_no_piece_ends_inside_a_character() -> None:
-    tokenizer = byte_tokenizer()
-    growing = detokenizer(tokenizer)
-    pieces = [growing.add([token]) for token in tokenizer(TEXT).input_ids]
-    assert all("\ufffd" not in piece for piece in pieces)
-    assert "".join(pieces) == TEXT
 
 
 # transformers' own streamers
@@ -233,22 +210,18 @@ def test_stop_strings_across_tokens(family: str) -> None:
         assert torch.equal(*same)
 
 
-# Keys and values that are used again
+# KV that is reused
 
 
-def test_a_prompt_that_goes_on_from_an_answer_is_not_read_again(llama: PreTrainedModel) -> None:
+def test_a_prompt_that_continues_an_answer_is_not_prefilled_again(llama: PreTrainedModel) -> None:
     lm = LM(llama, max_batch=2)
-    fed: list[int] = []
-    forward = lm.engine.runner.model.forward
-    lm.engine.runner.model.forward = lambda plan, *rest: fed.append(plan.width) or forward(plan, *rest)  # type: ignore
     text = random_prompts(20)[0]
     for turn in range(4):
         expected = LM(llama).generate(text, max_new_tokens=9).token_ids
-        fed.clear()
         done = lm.generate(text, max_new_tokens=9, reuse=True)
         assert done.token_ids == expected
         if turn:
-            assert done.stats.reused_tokens == len(text) - 5  # all but the last answer's last token and what is new
+            assert done.stats.reused_tokens == len(text) - 5  # all but the answer's last token and what is new
         text = text + done.token_ids + random_prompts(4, seed=turn)[0]
     assert lm.generate(text, max_new_tokens=9).stats.reused_tokens == 0  # only when it is asked for
     done = lm.generate(text, max_new_tokens=9, reuse=True)
@@ -259,7 +232,7 @@ def test_a_prompt_that_goes_on_from_an_answer_is_not_read_again(llama: PreTraine
     assert lm.generate(text[:10] + other, max_new_tokens=9, reuse=True).token_ids == expected
 
 
-def test_an_answer_that_was_stopped_can_be_gone_on_from(llama: PreTrainedModel) -> None:
+def test_an_answer_that_was_stopped_can_be_continued(llama: PreTrainedModel) -> None:
     lm = LM(llama)
     prompt = random_prompts(12)[0]
     stream = lm.stream(prompt, max_new_tokens=50, reuse=True)
@@ -271,7 +244,8 @@ def test_an_answer_that_was_stopped_can_be_gone_on_from(llama: PreTrainedModel) 
     assert done.token_ids == LM(llama).generate(text, max_new_tokens=9).token_ids
 
 
-def test_nothing_is_gone_on_from_after_a_broken_step(llama: PreTrainedModel) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_nothing_is_reused_after_a_failed_step(llama: PreTrainedModel, error: type[BaseException]) -> None:
     lm = LM(llama)
     prompt = random_prompts(12)[0]
     lm.generate(prompt, max_new_tokens=5)
@@ -279,10 +253,10 @@ def test_nothing_is_gone_on_from_after_a_broken_step(llama: PreTrainedModel) -> 
 
     def broken(*arguments: Any) -> torch.Tensor:
         forward(*arguments)
-        raise KeyboardInterrupt
+        raise error
 
     lm.engine.runner.model.forward = broken  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         lm.generate([*prompt, 7, 8], max_new_tokens=5, reuse=True)
     lm.engine.runner.model.forward = forward  # type: ignore[method-assign]
     done = lm.generate([*prompt, 7, 8], max_new_tokens=5, reuse=True)
@@ -290,35 +264,33 @@ def test_nothing_is_gone_on_from_after_a_broken_step(llama: PreTrainedModel) -> 
     assert done.token_ids == LM(llama).generate([*prompt, 7, 8], max_new_tokens=5).token_ids
 
 
-def test_nothing_is_gone_on_from_after_a_broken_admission(llama: PreTrainedModel, monkeypatch: Any) -> None:
+def test_nothing_is_reused_after_a_failed_admission(llama: PreTrainedModel, monkeypatch: Any) -> None:
     """A text that moves into a slot takes the place of one that was kept there."""
     lm = LM(llama, max_batch=2)
     first, second = random_prompts(12, 14)
     lm.generate([first, second], max_new_tokens=5)
-    copy = lm.engine.cache.copy
+    copy = lm.engine.cache._copy
 
     def broken(*arguments: int) -> None:
         copy(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lm.engine.cache, "copy", broken)
+    monkeypatch.setattr(lm.engine.cache, "_copy", broken)
     with pytest.raises(KeyboardInterrupt):
         lm.generate([*second, 5, 6], max_new_tokens=5, reuse=True)
-    monkeypatch.setattr(lm.engine.cache, "copy", copy)
+    monkeypatch.setattr(lm.engine.cache, "_copy", copy)
     done = lm.generate([*first, 5, 6], max_new_tokens=9, reuse=True)
     assert done.token_ids == LM(llama).generate([*first, 5, 6], max_new_tokens=9).token_ids
 
 
 def test_the_cache_grows_under_a_running_stream(llama: PreTrainedModel) -> None:
-    engine = Engine(BoundModel(llama))
     prompts = random_prompts(9, 30, 50, 6)
-    alone = [s.output for s in (engine.run([Request(p, 40)])[0] for p in prompts)]
-    engine = Engine(BoundModel(llama))
-    first = engine.stream([Request(prompts[0], 40)])
-    next(first)
-    small = engine.cache
-    assert [s.output for s in engine.run([Request(p, 40) for p in prompts[1:]])] == alone[1:]
-    assert engine.cache.slots > small.slots
-    assert engine.cache.capacity > small.capacity
-    *_, last = first
-    assert last.sequence.output == alone[0]
+    alone = [LM(llama, strategy="none").generate(p, max_new_tokens=40).token_ids for p in prompts]
+    lm = LM(llama, strategy="none")
+    first = lm.stream(prompts[0], max_new_tokens=40)
+    got = list(next(first).token_ids)
+    slots, capacity = lm.engine.cache.slots, lm.engine.cache.capacity
+    assert [done.token_ids for done in lm.generate(prompts[1:], max_new_tokens=40)] == alone[1:]
+    assert lm.engine.cache.slots > slots
+    assert lm.engine.cache.capacity > capacity
+    assert got + [token for chunk in first for token in chunk.token_ids] == alone[0]

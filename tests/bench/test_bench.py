@@ -11,21 +11,23 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import lookfar
 import lookfar.bench
 from families import tiny_model
+from helpers import byte_tokenizer
 from lookfar.bench import plots
 from lookfar.bench.methods import Method
 from lookfar.bench.page import charts_of, page
+from lookfar.bench.plots import Axes
 from lookfar.bench.records import Results, Run
 from lookfar.bench.suites import read_prompts, read_suite
 from lookfar.bench.summary import summarize
 from lookfar.cli import app
 from lookfar.engine.stats import is_natural
 from lookfar.errors import ConfigError
-from test_lm import tokenizer  # noqa: F401 — a fixture
 
 NEW = 12
 
@@ -43,9 +45,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def lm(tokenizer: Any) -> lookfar.LM:  # noqa: F811
-    import torch
-
+def lm() -> lookfar.LM:
+    tokenizer = byte_tokenizer()
     return lookfar.LM(tiny_model("llama", torch.float32, vocab_size=len(tokenizer)), tokenizer, max_batch=2)
 
 
@@ -104,7 +105,7 @@ def test_the_table_can_be_recomputed_from_the_records(lm: lookfar.LM, data: Path
         steps = [step for r in mine for step in r["steps"]]
         assert line.tokens_per_step == pytest.approx(sum(s[2] for s in steps) / len(steps))
         if line.method == "hf prompt_lookup":
-            assert line.rows_per_step is None  # transformers does not tell
+            assert line.rows_per_step is None  # transformers does not report them
         else:
             assert line.rows_per_step == pytest.approx(sum(s[1] for s in steps) / len(steps))
             assert line.rows_per_step >= 1
@@ -113,11 +114,11 @@ def test_the_table_can_be_recomputed_from_the_records(lm: lookfar.LM, data: Path
         assert line.first_token == pytest.approx(median(r["first_token"] for r in mine))
         assert line.identical == line.outputs == 3
         for source, share in line.acceptance.items():
-            fed, right = np.sum([d for r in mine for d in r["guesses"].get(source, [])], axis=0)
-            assert share == pytest.approx(right / fed)
+            verified, right = np.sum([d for r in mine for d in r["drafts"].get(source, [])], axis=0)
+            assert share == pytest.approx(right / verified)
     ours = [r for r in raw if r["method"] in ("none", "auto", "suffix")]
     assert all(sum(s[2] for s in r["steps"]) == len(r["outputs"][0]) for r in ours)
-    accepted = sum(right for r in raw if r["method"] == "auto" for d in r["guesses"].values() for _, right in d)
+    accepted = sum(right for r in raw if r["method"] == "auto" for d in r["drafts"].values() for _, right in d)
     assert accepted == sum(s[2] - 1 for r in raw if r["method"] == "auto" for s in r["steps"])
 
 
@@ -198,14 +199,14 @@ def test_the_page_is_complete_and_fetches_nothing(lm: lookfar.LM, data: Path) ->
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"format": "lookfar bench 1", "settings": {', "is no JSON: it may be cut off"),
+        ('{"format": "lookfar bench 2", "settings": {', "is not JSON, perhaps cut off"),
         ('{"runs": []}', "is not a file of `lookfar bench`"),
         ("[1, 2]", "is not a file of `lookfar bench`"),
         (
-            '{"format": "lookfar bench 1", "settings": {}, "machine": {}, "costs": {}, "runs": [{"suite": "x"}]}',
+            '{"format": "lookfar bench 2", "settings": {}, "machine": {}, "costs": {}, "runs": [{"suite": "x"}]}',
             "is damaged",
         ),
-        ('{"format": "lookfar bench 1", "settings": {}, "machine": {}, "costs": {}, "runs": [7]}', "is damaged"),
+        ('{"format": "lookfar bench 2", "settings": {}, "machine": {}, "costs": {}, "runs": [7]}', "is damaged"),
     ],
 )
 def test_files_that_are_not_ours_are_refused(tmp_path: Path, text: str, complaint: str) -> None:
@@ -237,7 +238,11 @@ def test_prompts_from_files(tmp_path: Path, data: Path) -> None:
     turns.write_text('{"turns": ["first", "second"]}')
     assert read_prompts(turns, 9)[0].text == "first"
     assert len(read_suite("alpha", data, 2)) == 2
-    for bad, complaint in (("{", "is no object like"), ('{"prompt": ""}', "has no prompt"), ("", "holds no prompts")):
+    for bad, complaint in (
+        ("{", "is not an object like"),
+        ('{"prompt": ""}', "has no prompt"),
+        ("", "holds no prompts"),
+    ):
         turns.write_text(bad)
         with pytest.raises(ConfigError, match=complaint):
             read_prompts(turns, 9)
@@ -274,7 +279,7 @@ def test_the_command_says_what_is_missing() -> None:
 def test_charts_are_valid() -> None:
     for chart in (
         plots.bars("a & b", {"<one>": {"x": 1.0, "y": 0.0}, "two": {"x": 3.5}}, mark=1.0),
-        plots.lines("c", {"l": [(1, 2.0), (8, 4.0)]}, log=True, mark=4),
+        plots.lines("c", {"l": [(1, 2.0), (8, 4.0)]}, Axes(log=True), mark=4),
         plots.lines("flat", {"l": [(1, 0.0), (2, 0.0)]}),
     ):
         ElementTree.fromstring(chart)

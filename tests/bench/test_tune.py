@@ -13,11 +13,12 @@ import lookfar
 from families import tiny_model
 from lookfar.bench.methods import Method
 from lookfar.bench.records import Run
-from lookfar.bench.steps import FLAT, StepCosts, measure_steps, random_model, weight_bytes
+from lookfar.bench.steps import FLAT, StepCosts, measure_steps, random_model, steps_page, weight_bytes
 from lookfar.bench.tune import Candidate, candidates, tune
 from lookfar.cli import app
 from lookfar.drafters.jacobi import Jacobi
 from lookfar.drafters.lookahead import Lookahead
+from lookfar.drafters.registry import auto_strategies
 from lookfar.drafters.suffix import Suffix
 from lookfar.drafters.trie import Trie
 from lookfar.errors import ConfigError
@@ -47,7 +48,7 @@ def pretend(
     return calls
 
 
-DEFAULTS, PLAIN, FAST, SLOW = (AUTO, "auto"), ((), None), ((Suffix(),), 8), ((Jacobi(),), None)
+DEFAULTS, PLAIN, FAST, SLOW = (auto_strategies(), "auto"), ((), None), ((Suffix(),), 8), ((Jacobi(),), None)
 EVERY = [Candidate(*how) for how in (DEFAULTS, PLAIN, FAST, SLOW)]
 
 
@@ -92,7 +93,7 @@ def test_it_really_runs(lm: lookfar.LM) -> None:
 
 
 def test_candidates_fit_a_step() -> None:
-    assert candidates(None)[0].strategies == AUTO
+    assert candidates(None)[0].strategies == auto_strategies()
     assert any(isinstance(s, Lookahead) and s.window == 15 for one in candidates(None) for s in one.strategies)
     assert not any(isinstance(s, Lookahead) and s.window == 15 for one in candidates(64) for s in one.strategies)
     assert len({one.name for one in candidates(None)}) == len(candidates(None))
@@ -102,7 +103,11 @@ def test_candidates_fit_a_step() -> None:
 def test_a_profile_is_found_again_and_nothing_else_is_believed(lm: lookfar.LM, tmp_path: Path) -> None:
     path = tmp_path / "sub" / "profiles.json"
     assert find_profile(lm.engine.runner, path) is None
-    for strategies, budget in (((Trie(branch_length=8, stop_words=(1, 2)),), 16), ((), None), (AUTO, "auto")):
+    for strategies, budget in (
+        ((Trie(branch_length=8, stop_words=(1, 2)),), 16),
+        ((), None),
+        (auto_strategies(), "auto"),
+    ):
         save_profile(lm.engine.runner, Profile(strategies, budget, 1.2, 1.5), path)
         found = find_profile(lm.engine.runner, path)
         assert found is not None
@@ -121,12 +126,12 @@ def test_load_uses_the_profile(tmp_path: Path) -> None:
     tiny_model("llama", torch.float32, vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     lm = lookfar.load(str(tmp_path), device="cpu")
-    assert lm.strategy == AUTO
+    assert lm.strategy == auto_strategies()
     save_profile(lm.engine.runner, Profile((Suffix(length=5),), 7, 1.2, 1.5))
     tuned = lookfar.load(str(tmp_path), device="cpu")
     assert (tuned.strategy, tuned.budget) == ((Suffix(length=5),), 7)
     assert lookfar.load(str(tmp_path), device="cpu", strategy="none").strategy == ()
-    assert lookfar.load(str(tmp_path), device="cpu", strategy="auto").strategy == AUTO
+    assert lookfar.load(str(tmp_path), device="cpu", strategy="auto").strategy == auto_strategies()
 
 
 def test_mistakes(lm: lookfar.LM) -> None:
@@ -150,6 +155,11 @@ def test_the_cost_curve(lm: lookfar.LM) -> None:
     assert list(found.milliseconds) == [16, 64]
     assert all(list(curve) == [1, 4, 16] for curve in found.milliseconds.values())
     assert found.bandwidth > 1e8
+    page = steps_page(found)
+    assert "after 16 tokens" in page
+    assert f"{found.milliseconds[64][4]:.2f}" in page
+    assert "<svg" in page
+    assert "http:" not in page.replace("http://www.w3.org/2000/svg", "")
     record = found.as_dict()
     assert record["floor_milliseconds"] == pytest.approx(1e3 * found.weight_bytes / found.bandwidth)
     with pytest.raises(ConfigError, match="positions for 256 tokens only"):
@@ -177,5 +187,5 @@ def test_a_shape_from_a_config_file(tmp_path: Path) -> None:
     assert model.config.model_type == "qwen2"
     assert torch.get_default_dtype() == torch.float32
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="no config that transformers can read"):
+    with pytest.raises(ConfigError, match="not a config that transformers can read"):
         random_model(str(tmp_path / "config.json"), torch.device("cpu"), torch.float32)

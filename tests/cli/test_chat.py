@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -100,7 +101,7 @@ def test_answers_are_those_of_the_whole_conversation(lm: LM) -> None:
             assert stats.reused_tokens == before - 1
 
 
-def test_a_template_that_rewrites_answers_is_read_anew(lm: LM) -> None:
+def test_a_template_that_rewrites_answers_is_prefilled_again(lm: LM) -> None:
     assert lm.tokenizer is not None
     lm.tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content|upper }}\n{% endfor %}assistant:"
     talk = Conversation(lm, None, {"max_new_tokens": 20}, None)
@@ -120,7 +121,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     def interrupted(*arguments: Any) -> torch.Tensor:
         steps.append(1)
         if len(steps) == 4:
-            os.kill(os.getpid(), signal.SIGINT)  # while a step is at work
+            os.kill(os.getpid(), signal.SIGINT)  # during a step
         return forward(*arguments)
 
     monkeypatch.setattr(lm.engine.runner.model, "forward", interrupted)
@@ -129,11 +130,13 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     assert typed("Hello", "Go on", f"/save {file}", options=("--strategy", "none")) == 0
     shown = capsys.readouterr().out
     assert shown.count("(stopped)") == 1
-    assert "4 tokens in 4 steps" in shown
+    stopped = re.search(r"(\d+) tokens in \1 steps: .*\(stopped\)", shown)
+    assert stopped is not None
+    assert 1 <= int(stopped[1]) <= 5  # the chunk after Ctrl-C, or the next one
     assert "20 tokens in 20 steps" in shown
     messages = json.loads(file.read_text())
     assert len(messages) == 4
-    assert lm.engine.active == []
+    assert lm.engine.scheduler.is_idle
     assert signal.getsignal(signal.SIGINT) is before
 
 

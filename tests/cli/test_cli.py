@@ -120,10 +120,10 @@ def test_a_whole_run_on_a_tiny_model(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "mamba"}, ["none: plain decoding", "cannot be rolled back"]),
-        ({"model_type": "gemma2"}, ["verified in one tree", "sliding window of 4096", "full attention"]),
-        ({"model_type": "bloom"}, ["by ALiBi bias", "no limit"]),
-        ({"model_type": "mpt"}, ["each sequence in a forward of its own"]),
+        ({"model_type": "mamba"}, ["none: decoded by transformers", "cannot be rolled back"]),
+        ({"model_type": "gemma2"}, ["draft trees", "sliding window of 4096", "full attention"]),
+        ({"model_type": "bloom"}, ["ALiBi bias", "no limit"]),
+        ({"model_type": "mpt"}, ["each request in a forward pass of its own"]),
     ],
 )
 def test_check_reads_a_config_file(
@@ -162,7 +162,7 @@ def test_compare_never_hides_a_difference(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: str
 ) -> None:
     """A strategy that breaks the promise is shown with the place and the margin of the first difference."""
-    from lookfar import verify
+    from lookfar.engine import verify
 
     def wrong(tree: Any, choose: Any, ends: Any) -> verify.Walk:
         return verify.Walk([], [7], ends([7]))
@@ -170,43 +170,41 @@ def test_compare_never_hides_a_difference(
     arguments = ("compare", "abc", "--raw", "--model", saved, "--max-new-tokens", "6", "--strategy", "jacobi")
     assert run(monkeypatch, *arguments, "--json") == 0
     assert json.loads(capsys.readouterr().out)["first_difference"] is None
-    plainly, steps = verify.walk, iter(range(1000))
-    monkeypatch.setattr(verify, "walk", lambda *a: wrong(*a) if next(steps) > 12 else plainly(*a))
+    right, steps = verify.walk, iter(range(1000))
+    monkeypatch.setattr(verify, "walk", lambda *a: wrong(*a) if next(steps) > 12 else right(*a))
     assert run(monkeypatch, *arguments) == 0
     shown = capsys.readouterr().out
     assert "Different from token" in shown
-    assert "The two best logits there are" in shown
+    assert "The two highest logits there are" in shown
 
 
-def test_a_model_that_decodes_plainly_is_a_note(
+def test_a_model_of_the_fallback_is_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     model = save("mamba", tmp_path)
     capsys.readouterr()
     assert run(monkeypatch, "generate", "abc", "--model", model, "--max-new-tokens", "3") == 0
     shown = capsys.readouterr().err
-    assert "Note: mamba decodes plainly, without guesses: its recurrent state" in shown
+    assert "Note: mamba decodes without speculation: its recurrent state" in shown
     assert "3 tokens in 3 steps" in shown
 
 
 def test_a_fault_of_ours_is_one_line_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: str
 ) -> None:
-    from lookfar import engine
-
     def broken(*args: object) -> None:
         raise RuntimeError("out of cheese\nin line 7")
 
     capsys.readouterr()
-    monkeypatch.setattr(engine, "plan_step", broken)
+    monkeypatch.setattr("lookfar.speculation.speculator.plan_pending", broken)
     monkeypatch.delenv("LOOKFAR_DEBUG", raising=False)
     assert run(monkeypatch, "generate", "abc", "--model", saved) == 1
     shown = capsys.readouterr().err
-    assert "Error: RuntimeError: out of cheese (set LOOKFAR_DEBUG=1 to see where)" in shown
+    assert "Error: RuntimeError: out of cheese (set LOOKFAR_DEBUG=1 for the traceback)" in shown
     assert "Traceback" not in shown
 
 
-def test_a_store_is_built_shown_joined_and_used(
+def test_a_store_is_built_shown_merged_and_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, saved: str
 ) -> None:
     (tmp_path / "a.txt").write_text("the cat sat on the mat")
@@ -265,7 +263,7 @@ def test_mistakes_with_stores_and_budgets_end_in_one_sentence(
     assert "Traceback" not in shown.err
 
 
-def test_stores_of_two_tokenizers_are_not_joined(
+def test_stores_of_two_tokenizers_are_not_merged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for size in (90, 91):
@@ -286,7 +284,7 @@ def test_explain_as_text_json_and_page(
     steps = record["steps"]
     assert sum(len(step["emitted"]) for step in steps) == 12
     for step in steps:
-        assert step["rows"] == 1 + len(step["nodes"]) + step["riders"] <= 9
+        assert step["rows"] == 1 + len(step["nodes"]) + step["window_rows"] <= 9
         assert sum(node["accepted"] for node in step["nodes"]) in (len(step["emitted"]) - 1, len(step["emitted"]))
         assert all(0 <= node["probability"] <= 1 and node["parent"] < i for i, node in enumerate(step["nodes"]))
     assert run(monkeypatch, *asked) == 0

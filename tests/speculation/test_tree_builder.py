@@ -47,10 +47,9 @@ def inputs_of(batch: Drafts, max_depth: int = 9, table: RecycleTable = NO_RECYCL
             starts=np.cumsum([0, *map(len, batch)], dtype=np.int32),
         ),
         RootArrays(
-            last_tokens=np.array([[2, 3]] * len(batch), np.int32),
+            about=np.array([[2, 3, max_depth]] * len(batch), np.int32),
             runner_ups=np.full((len(batch), 7), -1, np.int32),
             runner_up_logits=np.zeros((len(batch), 7), np.float32),
-            max_depths=np.full(len(batch), max_depth, np.int32),
         ),
         NoiseArrays.unknown(len(batch)),
         table,

@@ -13,7 +13,7 @@ from lookfar.core.jit import jit
 ROOT = -1  # the parent of a tree's first nodes: the last token of the text
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class DraftTree:
     """Draft tokens after the last token of a text. Parents come before their children."""
 

@@ -63,7 +63,9 @@ class Stats:
             self.drafter(tree.source(node)).accepted += 1
 
     def drafter(self, name: str) -> DrafterStats:
-        return self.drafters.setdefault(name, DrafterStats())
+        if name not in self.drafters:
+            self.drafters[name] = DrafterStats()
+        return self.drafters[name]
 
     def copy(self) -> Stats:
         """Return an independent copy."""

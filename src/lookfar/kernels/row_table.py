@@ -48,54 +48,50 @@ class RowTable:
 
     def fill(self, plans: Seq[RequestPlan], slots: Seq[int]) -> bool:
         """Write a step into the buffers; False if a row sees something else than a prefix and one short path."""
+        arrays = tuple(self.arrays)
         row = tile = 0
         for rows, slot in zip(plans, slots, strict=True):
             window = sum(map(len, rows.windows)) if rows.windows else 0
-            where = RowPlace(slot, rows.num_cached, row)
-            if not describe_rows(self.arrays, where, rows.pending, rows.tree.tokens, rows.tree.parents, window):
+            where = slot, rows.num_cached, row
+            if not describe_rows(arrays, where, rows.pending, rows.tree.tokens, rows.tree.parents, window):
                 return False
             if window and not self._fill_windows(rows, where):
                 return False
-            tile = lay_tiles(self.arrays, slot, row, len(rows), tile)
+            tile = lay_tiles(arrays, slot, row, len(rows), tile)
             row += len(rows)
-        pad(self.arrays, row, tile, self.spare)
+        pad(arrays, row, tile, self.spare)
         return True
 
-    def _fill_windows(self, rows: RequestPlan, where: RowPlace) -> bool:
+    def _fill_windows(self, rows: RequestPlan, where: tuple[int, int, int]) -> bool:
         start = len(rows.pending) + len(rows.tree)
-        columns = slice(where.first + start, where.first + len(rows))
+        columns = slice(where[2] + start, where[2] + len(rows))
         self.arrays.inputs[TOKENS, columns] = rows.tokens[start:]
         self.arrays.inputs[POSITIONS, columns] = rows.positions[start:]
         for window in rows.windows:
-            if not describe_window(self.arrays, where, len(rows.pending), start, window.sees, window.offsets):
+            if not describe_window(tuple(self.arrays), where, len(rows.pending), start, window.sees, window.offsets):
                 return False
             start += len(window)
         return True
 
 
-class RowPlace(NamedTuple):
-    """Where the rows of a request are."""
-
-    slot: int
-    num_cached: int
-    first: int  # its first row in the step
-
-
 @jit
-def set_visible(arrays, row, slot, prefix_len, kv_len):  # type: ignore[no-untyped-def]
+def set_visible(tables, windows, row, slot, prefix_len, kv_len):  # type: ignore[no-untyped-def]
     """Let a row see the first `kv_len` positions of its text, as far as each kind of layer looks back."""
-    for kind in range(len(arrays.tables)):
-        entry = arrays.tables[kind, row]
+    for kind in range(len(tables)):
+        entry = tables[kind, row]
         entry[SLOT], entry[PREFIX_LEN], entry[KV_LEN] = slot, prefix_len, kv_len
-        window, chunk = arrays.windows[kind]
+        window, chunk = windows[kind]
         start = max(kv_len - window, 0) if window else 0
         entry[WINDOW_START] = max(start, (kv_len - 1) // chunk * chunk) if chunk else start
 
 
 @jit
 def describe_rows(arrays, where, pending, tokens, parents, window):  # type: ignore[no-untyped-def]
-    """Describe the pending tokens and the tree of one request. False if the tree is too deep."""
-    inputs, tables, _ = arrays
+    """Describe the pending tokens and the tree of one request; `where` is its slot, what it has cached, its first row.
+
+    False if the tree is too deep.
+    """
+    inputs, tables, windows = arrays
     slot, num_cached, first = where
     for r in range(len(pending) + len(tokens) + window):
         inputs[SLOTS, first + r] = slot
@@ -103,7 +99,7 @@ def describe_rows(arrays, where, pending, tokens, parents, window):  # type: ign
     for r in range(len(pending)):
         inputs[TOKENS, first + r] = pending[r]
         inputs[POSITIONS, first + r] = num_cached + r
-        set_visible(arrays, first + r, slot, num_cached + r + 1, num_cached + r + 1)
+        set_visible(tables, windows, first + r, slot, num_cached + r + 1, num_cached + r + 1)
     prefix_len, start = num_cached + len(pending), first + len(pending)
     for node in range(len(tokens)):
         row, parent, depth = start + node, start + parents[node], 1
@@ -117,7 +113,7 @@ def describe_rows(arrays, where, pending, tokens, parents, window):  # type: ign
             for d in range(depth - 1):
                 tables[kind, row, TREE_PATH + d] = tables[kind, parent, TREE_PATH + d]
             tables[kind, row, TREE_PATH + depth - 1] = prefix_len + node
-        set_visible(arrays, row, slot, prefix_len, prefix_len + depth)
+        set_visible(tables, windows, row, slot, prefix_len, prefix_len + depth)
     return True
 
 
@@ -127,6 +123,7 @@ def describe_window(arrays, where, pending, start, sees, offsets):  # type: igno
 
     False if one of them does not see exactly one key at every position up to its own.
     """
+    _, tables, windows = arrays
     slot, num_cached, first = where
     prefix_len = num_cached + pending
     for i in range(len(sees)):
@@ -135,12 +132,12 @@ def describe_window(arrays, where, pending, start, sees, offsets):  # type: igno
             if sees[i, other]:
                 if depth == MAX_PATH or offsets[other] != depth + 1:
                     return False
-                for kind in range(len(arrays.tables)):
-                    arrays.tables[kind, row, TREE_PATH + depth] = num_cached + start + other
+                for kind in range(len(tables)):
+                    tables[kind, row, TREE_PATH + depth] = num_cached + start + other
                 depth += 1
         if offsets[i] != depth:
             return False
-        set_visible(arrays, row, slot, prefix_len, prefix_len + depth)
+        set_visible(tables, windows, row, slot, prefix_len, prefix_len + depth)
     return True
 
 

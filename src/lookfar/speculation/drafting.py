@@ -16,12 +16,13 @@ from lookfar.core.plan import RequestPlan, RunnerLimits
 from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.interface import SpeculatedRequest
 from lookfar.speculation.proposals import RequestProposals, collect, propose
-from lookfar.speculation.row_budget import Ranking, RowBudget, StepRows, Windows, kind_of
-from lookfar.speculation.tree_builder import OWNER, BuildLimits, Candidates, build_candidates
+from lookfar.speculation.row_budget import Budget, BudgetKind, Ranking, RowBudget, StepRows, Windows, kind_of
+from lookfar.speculation.tree_builder import BuildLimits, Candidates, build_candidates
 
 RECYCLED = "recycle"  # the source of candidates that no drafter drafted
 NO_GROUPS: Ints = np.zeros(0, np.int64)
-KINDS = ("all", "number", "auto")  # budgets in the order in which they take rows
+NO_WINDOWS = Windows((), (), ())
+KINDS: tuple[BudgetKind, ...] = ("all", "number", "auto")  # budgets in the order in which they take rows
 
 
 @dataclass
@@ -32,9 +33,8 @@ class DraftedGroup:
     candidates: Candidates
 
     def ranking(self) -> Ranking:
-        chosen = self.candidates.chosen
         places = np.array([member.place for member in self.members], np.int32)
-        return Ranking(self.candidates.scores[chosen], places[self.candidates.nodes[chosen, OWNER]])
+        return Ranking(*self.candidates.ranked(places))
 
     def set_trees(self, plans: Seq[RequestPlan], count: int) -> None:
         """Give each request the tree of its best candidates; `count` of the whole group."""
@@ -67,15 +67,22 @@ def draft_trees(
     budgets = [request.speculation.budget for request in requests]
     max_rows = [request.speculation.max_rows for request in requests]
     groups: list[DraftedGroup] = []
-    for kind in KINDS:
-        members = [member for member in proposed if kind_of(budgets[member.place]) == kind]
-        if members:
-            budget = RowBudget.of([member.place for member in members], budgets, max_rows)
-            drafted = build_groups(members, budget, step)
-            choose_rows(drafted, members, budget, step, (costs, overhead))
-            groups += drafted
-            step.update()
+    for kind, members in by_kind(proposed, budgets):
+        if groups:
+            step.count_rows()
+        budget = RowBudget.of(kind, [member.place for member in members], budgets, max_rows)
+        drafted = build_groups(members, budget, step)
+        choose_rows(drafted, members, budget, step, (costs, overhead))
+        groups += drafted
     return groups
+
+
+def by_kind(proposed: Seq[RequestProposals], budgets: Seq[Budget]) -> list[tuple[BudgetKind, list[RequestProposals]]]:
+    """Sort requests by the kind of their budget."""
+    members: dict[BudgetKind, list[RequestProposals]] = {}
+    for member in proposed:
+        members.setdefault(kind_of(budgets[member.place]), []).append(member)
+    return sorted(members.items(), key=lambda item: KINDS.index(item[0]))
 
 
 def build_groups(members: Seq[RequestProposals], budget: RowBudget, step: StepRows) -> list[DraftedGroup]:
@@ -87,8 +94,8 @@ def build_groups(members: Seq[RequestProposals], budget: RowBudget, step: StepRo
     for group in by_source.values():
         limits = BuildLimits(
             budget.max_nodes(step),
-            budget.max_rows[[member.place for member in group]],
-            np.float32(budget.min_score),
+            np.array([budget.max_rows[member.place] for member in group], np.int32),
+            budget.min_score,
             group[0].request.speculation.state.sources.vocab_size,
         )
         groups.append(DraftedGroup(group, build_candidates(collect(group, step.limits.depth), limits)))
@@ -104,11 +111,13 @@ def choose_rows(
 ) -> None:
     """Choose the best candidates of all groups within the budget, and give every request its tree and its windows."""
     ranking, group_of = merge(groups, budget.max_nodes(step))
-    windows = Windows(
-        [member.place for member in members],
-        [member.windows for member in members],
-        [member.request.speculation.state.window_value for member in members],
-    )
+    windows = NO_WINDOWS
+    if any(member.request.speculation.uses_window for member in members):
+        windows = Windows(
+            [member.place for member in members],
+            [member.windows for member in members],
+            [member.request.speculation.state.window_value for member in members],
+        )
     count, with_windows = budget.choose(ranking, windows, step, *prices)
     if with_windows:
         for member in members:

@@ -1,6 +1,7 @@
 """The evidence for the children of one node: which tokens its sources propose, and the features of each.
 
-Compiled code; `tree_builder` calls it for one node at a time.
+Compiled code, for one node at a time. Functions that run for every node are compiled into `tree_builder.build`: a call
+would count the references of every array in its tuples, which takes as long as the work itself.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s
-from lookfar.core.jit import jit
+from lookfar.core.jit import inline_jit, jit
 from lookfar.retrieval.recycle_table import TOP_K
 from lookfar.speculation.acceptance import (
     AGAINST,
@@ -37,30 +38,33 @@ MIN_SHARE = 0.005  # predictions that the noise leaves less of the probability t
 MAX_CHILDREN = 48  # candidates considered after one node
 
 # Columns of the slate: how many drafts continue with the child, 1 + the level of its probability after the token and
-# after the pair, 1 + its rank among the runner-ups; 0 for none.
-CHILD, DRAFTED, OF_TOKEN, OF_PAIR, RANK = range(5)
+# after the pair, 1 + its rank among the runner-ups; 0 for none. Then the source with the strongest evidence (one past
+# the last for none), and how many sources propose the child, with recycled predictions and runner-ups as one.
+CHILD, DRAFTED, OF_TOKEN, OF_PAIR, RANK, BEST_SOURCE, PROPOSED_BY = range(7)
 
 
 class Children(NamedTuple):
     """The children of one node and the evidence for them."""
 
-    slate: Int32s  # [MAX_CHILDREN, 5]
+    slate: Int32s  # [MAX_CHILDREN, columns]
     match: Int32s  # [MAX_CHILDREN, sources] the best match score behind a child, -1 for none
     support: Floats  # [MAX_CHILDREN, sources] the weight of the drafts with that score
     present: Floats  # [sources, SCORES] the weight of all drafts at the node
     best: Int32s  # [sources] the best match score at the node, -1 for none
     chances: Floats  # [k] probabilities of one row of a table
+    log_odds: Floats  # [MAX_CHILDREN] of acceptance
 
 
-@jit
+@inline_jit
 def new_children(source_count, k):  # type: ignore[no-untyped-def]
     return Children(
-        np.zeros((MAX_CHILDREN, 5), np.int32),
+        np.zeros((MAX_CHILDREN, 7), np.int32),
         np.full((MAX_CHILDREN, source_count), -1, np.int32),
         np.zeros((MAX_CHILDREN, source_count), np.float32),
         np.zeros((source_count, SCORES), np.float32),
         np.empty(source_count, np.int32),
         np.empty(k, np.float32),
+        np.empty(MAX_CHILDREN, np.float32),
     )
 
 
@@ -76,37 +80,39 @@ def add_child(slate, count, token):  # type: ignore[no-untyped-def]
     return count, count + 1
 
 
-@jit
+@inline_jit
 def read_drafts(drafts, agreeing, group, depth, vocab_size, children):  # type: ignore[no-untyped-def]
     """Read the tokens at `depth` of the drafts that agree with a node's path.
 
     `group` gets the child that each of those drafts belongs to, -1 for none. Returns the number of children.
     """
-    children.present[:] = 0
+    slate, match, support, present, best_scores, _, _ = children
+    tokens, scores, weights, sources, _ = drafts
+    present[:] = 0
     count = 0
     for i in range(len(agreeing)):
         draft = agreeing[i]
-        token = drafts.tokens[draft, depth] if depth < drafts.tokens.shape[1] else -1
+        token = tokens[draft, depth] if depth < tokens.shape[1] else -1
         group[i] = -1
         if token < 0 or token >= vocab_size:
             continue
-        child, count = add_child(children.slate, count, token)
-        source, weight = drafts.sources[draft], drafts.weights[draft]
-        score = min(max(drafts.scores[draft], 0), SCORES - 1)
-        children.present[source, score] += weight
+        child, count = add_child(slate, count, token)
+        source, weight = sources[draft], weights[draft]
+        score = min(max(scores[draft], 0), SCORES - 1)
+        present[source, score] += weight
         if child < 0:
             continue
         group[i] = child
-        children.slate[child, DRAFTED] += 1
-        if score > children.match[child, source]:
-            children.match[child, source], children.support[child, source] = score, weight
-        elif score == children.match[child, source]:
-            children.support[child, source] += weight
-    for source in range(len(children.best)):
+        slate[child, DRAFTED] += 1
+        if score > match[child, source]:
+            match[child, source], support[child, source] = score, weight
+        elif score == match[child, source]:
+            support[child, source] += weight
+    for source in range(len(best_scores)):
         best = SCORES - 1
-        while best >= 0 and children.present[source, best] == 0:
+        while best >= 0 and present[source, best] == 0:
             best -= 1
-        children.best[source] = best
+        best_scores[source] = best
     return count
 
 
@@ -117,7 +123,7 @@ def noisy_logit(token, logit, noise, temperature):  # type: ignore[no-untyped-de
     return value - np.log(noise[token]) if token < len(noise) else value
 
 
-@jit
+@inline_jit
 def read_table(ids, logits, children, count, column, meets):  # type: ignore[no-untyped-def]
     """Add a row of recycled predictions to the children, with the levels of their probabilities.
 
@@ -125,7 +131,7 @@ def read_table(ids, logits, children, count, column, meets):  # type: ignore[no-
     level of the most likely prediction.
     """
     noise, temperature = meets
-    chances = children.chances
+    slate, _, _, _, _, chances, _ = children
     highest, total, width = np.float32(-np.inf), np.float32(0.0), 0
     most = len(ids) if len(noise) else min(TOP_K, len(ids))
     while width < most and ids[width] >= 0:
@@ -139,9 +145,9 @@ def read_table(ids, logits, children, count, column, meets):  # type: ignore[no-
         share = chances[i] / total
         if len(noise) and share < MIN_SHARE:
             continue
-        child, count = add_child(children.slate, count, ids[i])
+        child, count = add_child(slate, count, ids[i])
         if child >= 0:
-            children.slate[child, column] = 1 + level_of(share)
+            slate[child, column] = 1 + level_of(share)
     return count, level_of(ONE / total)
 
 
@@ -153,8 +159,8 @@ def level_of(probability):  # type: ignore[no-untyped-def]
     return level
 
 
-@jit
-def read_runner_ups(tokens, logits, children, count, meets):  # type: ignore[no-untyped-def]
+@inline_jit
+def read_runner_ups(tokens, logits, slate, count, meets):  # type: ignore[no-untyped-def]
     """Add the runner-ups of the last token to the children of a root, each with its rank."""
     noise, temperature = meets
     for i in range(len(tokens)):
@@ -165,9 +171,9 @@ def read_runner_ups(tokens, logits, children, count, meets):  # type: ignore[no-
                 if tokens[j] >= 0 and noisy_logit(tokens[j], logits[j], noise, temperature) > own:
                     rank += 1
         if tokens[i] >= 0 and rank < TOP_K:
-            child, count = add_child(children.slate, count, tokens[i])
+            child, count = add_child(slate, count, tokens[i])
             if child >= 0:
-                children.slate[child, RANK] = min(rank + 1, RUNNER_UPS - 1)
+                slate[child, RANK] = min(rank + 1, RUNNER_UPS - 1)
     return count
 
 
@@ -184,42 +190,43 @@ def noise_feature(slate, child, noise):  # type: ignore[no-untyped-def]
     return NOISE + 1 + level + (NOISE_LEVELS if predicted else 0)
 
 
-@jit
-def add_features(features, slate, child, depth, best_levels, weights):  # type: ignore[no-untyped-def]
-    """Set the features of a child that do not come from drafts; returns their log-odds."""
-    best_of_token, best_of_pair = best_levels
-    of_token, of_pair = slate[child, OF_TOKEN], slate[child, OF_PAIR]
-    features[0] = DEPTH + min(depth, DEPTHS - 1)
-    features[1] = RUNNER_UP + slate[child, RANK]
-    features[2] = TABLES + (of_token if of_token or best_of_token < 0 else 1 + LEVELS + best_of_token)
-    features[3] = TABLES + TABLE + (of_pair if of_pair or best_of_pair < 0 else 1 + LEVELS + best_of_pair)
-    return weights[features[0]] + weights[features[1]] + weights[features[2]] + weights[features[3]]
+@inline_jit
+def weigh_children(children, count, depth, best_levels, noise, weights, features):  # type: ignore[no-untyped-def]
+    """Set the features of all children of a node and their log-odds, and clear their evidence for the next node.
 
-
-@jit
-def add_source_features(features, children, child, weights):  # type: ignore[no-untyped-def]
-    """Set the features of a child that come from drafts, and clear its evidence for the next node.
-
-    Returns their log-odds, the source with the strongest evidence (one past the last for none), and how many sources
-    propose the child, with recycled predictions and runner-ups as one.
+    `best_levels` are the levels of the best predictions after the token and after the pair, -1 for none.
     """
-    slate, match, support = children.slate, children.match, children.support
-    total, strongest, top_source = np.float32(0.0), np.float32(-np.inf), match.shape[1]
-    num_sources = min(slate[child, RANK] + slate[child, OF_TOKEN] + slate[child, OF_PAIR], 1)
-    for source in range(match.shape[1]):
-        best, own = children.best[source], match[child, source]
-        kind = AGAINST + best if best >= 0 else 0
-        if own >= 0:
-            part = support[child, source] / children.present[source, own]
-            share = 0 if part < 0.35 else 1 if part < 0.7 else 2
-            kind = FOR + (own * SHARES + share) * 2 + (1 if own == best else 0)
-        feature = DRAFTS + source * SOURCE + kind
-        features[source] = feature
-        total += weights[feature]
-        if own >= 0:
-            num_sources += 1
-            if weights[feature] > strongest:
-                top_source, strongest = source, weights[feature]
-        match[child, source], support[child, source] = -1, 0
-    slate[child, DRAFTED:] = 0
-    return total, top_source, num_sources
+    slate, match, support, present, best_scores, _, log_odds = children
+    best_of_token, best_of_pair = best_levels
+    source_count = match.shape[1]
+    own_features = features.shape[1] - source_count
+    for child in range(count):
+        of_token, of_pair = slate[child, OF_TOKEN], slate[child, OF_PAIR]
+        features[child, 0] = DEPTH + min(depth, DEPTHS - 1)
+        features[child, 1] = RUNNER_UP + slate[child, RANK]
+        features[child, 2] = TABLES + (of_token if of_token or best_of_token < 0 else 1 + LEVELS + best_of_token)
+        features[child, 3] = TABLES + TABLE + (of_pair if of_pair or best_of_pair < 0 else 1 + LEVELS + best_of_pair)
+        if own_features > 4:
+            features[child, 4] = noise_feature(slate, child, noise)
+        total, strongest, best_source = np.float32(0.0), np.float32(-np.inf), source_count
+        for i in range(own_features):
+            total += weights[features[child, i]]
+        proposed_by = min(slate[child, RANK] + of_token + of_pair, 1)
+        for source in range(source_count):
+            best, own = best_scores[source], match[child, source]
+            kind = AGAINST + best if best >= 0 else 0
+            if own >= 0:
+                part = support[child, source] / present[source, own]
+                share = 0 if part < 0.35 else 1 if part < 0.7 else 2
+                kind = FOR + (own * SHARES + share) * 2 + (1 if own == best else 0)
+            feature = DRAFTS + source * SOURCE + kind
+            features[child, own_features + source] = feature
+            total += weights[feature]
+            if own >= 0:
+                proposed_by += 1
+                if weights[feature] > strongest:
+                    best_source, strongest = source, weights[feature]
+            match[child, source], support[child, source] = -1, 0
+        slate[child, DRAFTED:BEST_SOURCE] = 0
+        slate[child, BEST_SOURCE], slate[child, PROPOSED_BY] = best_source, proposed_by
+        log_odds[child] = total

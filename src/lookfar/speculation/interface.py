@@ -20,6 +20,7 @@ class RequestSpeculation:
         self.budget = budget
         self.max_rows = max_draft_rows(strategies, budget)
         self.state = state
+        self.uses_window = any(strategy.uses_window for strategy in strategies)
         self.wants_predictions = any(drafter.wants_predictions for drafter in self.drafters)
 
 

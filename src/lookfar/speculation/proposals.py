@@ -47,13 +47,17 @@ def propose(place: int, request: SpeculatedRequest, rows: RequestPlan) -> Reques
     proposals, sources, table = [], [], NO_RECYCLING
     for drafter in speculation.drafters:
         proposal = drafter.propose(request.ids, limit)
-        _check(drafter.name, proposal)
         proposals.append(proposal)
         if proposal.table is not None:
             table = proposal.table
-        if (proposal.table is None or len(proposal.drafts)) and drafter.name not in names:
+        if len(proposal.drafts):
+            _check(drafter.name, proposal)
+        elif proposal.table is not None:
+            sources.append(-1)
+            continue
+        if drafter.name not in names:
             names.append(drafter.name)
-        sources.append(names.index(drafter.name) if drafter.name in names else -1)
+        sources.append(names.index(drafter.name))
     samples = request.sampler.random is not None
     acceptance = speculation.state.acceptance(tuple(names), table is not NO_RECYCLING, samples)
     return RequestProposals(place, request, proposals, sources, table, acceptance)
@@ -78,25 +82,24 @@ def collect(members: Seq[RequestProposals], max_depth: int | None) -> BuildInput
     starts = [0]
     runner_ups = np.empty((len(members), SAMPLED_TOP_K - 1), np.int32)
     runner_ups.fill(-1)
-    runner_up_logits = np.zeros(runner_ups.shape, np.float32)
+    runner_up_logits = np.empty(runner_ups.shape, np.float32)
     for i, member in enumerate(members):
         starts.append(starts[-1])
         for proposal, source in zip(member.proposals, member.sources, strict=True):
-            count = min(len(proposal.runner_ups), SAMPLED_TOP_K - 1)
-            if count:
+            if len(proposal.runner_ups):
+                count = min(len(proposal.runner_ups), SAMPLED_TOP_K - 1)
                 runner_ups[i, :count] = proposal.runner_ups[:count]
                 runner_up_logits[i, :count] = proposal.runner_up_logits[:count]
-            if len(proposal.drafts):
+            if count := len(proposal.drafts):
                 drafted.append(proposal)
-                sources += [source] * len(proposal.drafts)
-                starts[-1] += len(proposal.drafts)
+                sources += [source] * count
+                starts[-1] += count
     requests = [member.request for member in members]
-    roots = RootArrays(
-        np.array([[r.ids[-2] if len(r.ids) > 1 else -1, r.ids[-1]] for r in requests], dtype=np.int32),
-        runner_ups,
-        runner_up_logits,
-        np.array([min(r.remaining - 1, max_depth or r.remaining) for r in requests], np.int32),
-    )
+    about = [
+        (r.ids[-2] if len(r.ids) > 1 else -1, r.ids[-1], min(r.remaining - 1, max_depth or r.remaining))
+        for r in requests
+    ]
+    roots = RootArrays(np.array(about, dtype=np.int32), runner_ups, runner_up_logits)
     drafts = DraftArrays(
         stack([proposal.drafts for proposal in drafted]),
         np.concatenate([proposal.scores for proposal in drafted]) if drafted else NO_PROPOSAL.scores,

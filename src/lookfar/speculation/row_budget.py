@@ -18,9 +18,10 @@ from lookfar.speculation.cost_curve import CostCurve
 
 # Rows a step: as many as pay, a number, or (None) everything that the strategies propose.
 Budget = int | Literal["auto"] | None
+BudgetKind = Literal["all", "number", "auto"]
 AUTO_ROWS = 64  # the most rows that an automatic budget gives one request
 MAX_ROWS = 512
-ANY_NUMBER = 1 << 30
+ANY_NUMBER, ANY_SCORE = 1 << 30, 0.0
 MIN_AUTO_SCORE = 0.01  # an automatic budget ignores candidates below this acceptance probability
 
 
@@ -47,7 +48,7 @@ def max_draft_rows(strategies: Seq[Strategy], budget: Budget) -> int:
     return sum(strategy.max_rows for strategy in strategies)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Ranking:
     """Candidates of several requests, best first."""
 
@@ -55,7 +56,7 @@ class Ranking:
     owners: Int32s  # the request of each, as its place in the batch
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Windows:
     """The lookahead-window rows of some requests, and what they are worth."""
 
@@ -84,34 +85,33 @@ class StepRows:
         self.plans = plans
         self.limits = limits
         self.num_silent = sum(not rows.complete for rows in plans)  # requests that emit no token, because they prefill
-        self.update()
+        self.count_rows()
 
-    def update(self) -> None:
-        """Count the rows again after trees or windows were added."""
-        self.lengths: Int32s = np.array([len(rows) for rows in self.plans], dtype=np.int32)
+    def count_rows(self) -> None:
+        """Count the rows; again after trees or windows were added."""
+        self.lengths = [len(rows) for rows in self.plans]
         limit = self.limits.rows
-        self.room = ANY_NUMBER if limit is None else max(limit - int(self.lengths.sum()), 0)
+        self.room = ANY_NUMBER if limit is None else max(limit - sum(self.lengths), 0)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RowBudget:
     """Chooses the draft rows of the requests of a step that share one kind of budget."""
 
-    kind: Literal["all", "number", "auto"]
+    kind: BudgetKind
     members: Seq[int]  # places of the requests in the batch
-    max_rows: Int32s  # [batch] the most rows that each may add
+    max_rows: Seq[int]  # of every request in the batch: the most rows that it may add
     asked: int  # what the budgets of the requests add up to
 
     @classmethod
-    def of(cls, members: Seq[int], budgets: Seq[Budget], max_rows: Seq[int]) -> RowBudget:
+    def of(cls, kind: BudgetKind, members: Seq[int], budgets: Seq[Budget], max_rows: Seq[int]) -> RowBudget:
         """Return the budget of requests with budgets of one kind, given those and the limits of the whole batch."""
-        kind = kind_of(budgets[members[0]])
         asked = sum(max_rows[i] if kind != "number" else int(budgets[i] or 1) - 1 for i in members)
-        return cls(kind, members, np.array(max_rows, np.int32), asked)
+        return cls(kind, members, max_rows, asked)
 
     @property
     def min_score(self) -> float:
-        return MIN_AUTO_SCORE if self.kind == "auto" else 0.0
+        return MIN_AUTO_SCORE if self.kind == "auto" else ANY_SCORE
 
     def max_nodes(self, step: StepRows) -> int:
         """Return the most candidates worth building."""
@@ -135,7 +135,7 @@ class RowBudget:
 
     def _fit_beside(self, ranking: Ranking, windows: Windows, step: StepRows) -> int:
         """Return how many candidates, best first, fit beside the windows; -1 if the windows themselves do not."""
-        room, lengths = self.max_rows.copy(), windows.lengths
+        room, lengths = np.array(self.max_rows, np.int32), windows.lengths
         room[list(windows.members)] -= lengths
         left = self.max_nodes(step) - int(lengths.sum())
         if (room < 0).any() or left < 0:
@@ -147,8 +147,8 @@ class RowBudget:
     ) -> tuple[int, bool]:
         """Maximise the expected tokens per second."""
         costs, overhead, beside = prices
-        fed = step.lengths
-        most = len(fed) * int(fed.max() + self.max_rows[list(self.members)].max())
+        fed: Int32s = np.array(step.lengths, dtype=np.int32)
+        most = len(fed) * (max(step.lengths) + max(self.max_rows[i] for i in self.members))
         most = most if step.limits.rows is None else min(most, step.limits.rows)
         table, padded = costs.table(most) + np.float32(overhead / costs.drift), step.limits.padded
         silent = float(step.num_silent)
@@ -162,7 +162,7 @@ class RowBudget:
         return (other, True) if other_rate > rate else (count, False)
 
 
-def kind_of(budget: Budget) -> Literal["all", "number", "auto"]:
+def kind_of(budget: Budget) -> BudgetKind:
     """Return the kind of a budget."""
     return "auto" if budget == "auto" else "all" if budget is None else "number"
 

@@ -117,7 +117,8 @@ class Speculator:
                 if walk is not None:
                     group.candidates.learn(root, np.array(walk.tokens, dtype=np.int32), member.acceptance)
                     rows, speculation = step.plan.requests[member.place], request.speculation
-                    speculation.state.judge_window(window_gain(speculation.drafters, rows, walk.nodes))
+                    if speculation.uses_window:
+                        speculation.state.judge_window(window_gain(speculation.drafters, rows, walk.nodes))
         decodes = all(len(rows.pending) == 1 for rows in step.plan.requests)
         if self.costs is not None and decodes and step.result.is_warm:
             self.costs.refine(step.result.num_rows, step.result.seconds)
