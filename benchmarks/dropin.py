@@ -1,10 +1,10 @@
-"""Is `model.generate` of an accelerated model the same, and how much faster is it?
+"""`model.generate` of an accelerated model: are its outputs the same, and how much faster is it?
 
     python benchmarks/dropin.py --data DIR --suites mt_bench,humaneval --limit 20
 
-Every setting decodes left-padded batches of real prompts with the plain model and with the accelerated one, in turn,
-under the same seed, and compares all tokens and the state of the random generator afterwards. Prints a table and one
-JSON line. What bounds it: the same as plain decoding, a step reads all weights; a batch also waits for its longest row.
+Every setting decodes left-padded batches of real prompts with the original model and with the accelerated one, in
+turn, under the same seed, and compares all tokens and the state of the random generator afterwards. Prints a table and
+one JSON line. Bounded by memory bandwidth: a step reads all weights; a batch also waits for its longest row.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 import lookfar
-from lookfar.bench.contestants import left_padded
-from lookfar.progress import bar
-from lookfar.stats import Stats, add_up
+from lookfar.bench.methods import left_padded
+from lookfar.core.progress import progress_bar
+from lookfar.engine.stats import Stats, add_up
 
 SETTINGS = [
     "",
@@ -57,11 +57,11 @@ def main() -> None:
     prompts = [prompt for suite in suites for prompt in suite]
     sizes = [int(size) for size in options.batches.split(",")]
     rows = []
-    with bar("Decoding", len(options.settings) * len(sizes) * len(prompts)) as advance:
+    with progress_bar("Decoding", len(options.settings) * len(sizes) * len(prompts)) as advance:
         for setting in options.settings:
             for size in sizes:
                 calls = []
-                lookfar.restore(model)  # with everything that was remembered
+                lookfar.restore(model)  # which drops its draft state
                 for start in range(0, len(prompts), size):
                     calls.append(one_call(model, prompts[start : start + size], start, setting, options.max_new_tokens))
                     advance(size)
@@ -72,28 +72,28 @@ def main() -> None:
 
 
 def one_call(model: Any, prompts: list[list[int]], seed: int, setting: str, new: int) -> dict[str, Any]:
-    """Decode a batch plainly and accelerated; who comes first changes from call to call."""
+    """Decode a batch with and without lookfar; which one comes first alternates between calls."""
     pad = model.generation_config.pad_token_id or 0
     ids, mask = left_padded(prompts, model.device, pad)
     arguments = parse_arguments(setting)
     arguments = {"do_sample": bool(arguments), **arguments, "max_new_tokens": new, "pad_token_id": pad}
     outs, seconds, states = {}, {}, {}
     stats = Stats()
-    for side in ("plain", "fast") if seed % 2 else ("fast", "plain"):
-        how = {"custom_generate": lookfar.generate} if side == "fast" else {}
+    for side in ("original", "accelerated") if seed % 2 else ("accelerated", "original"):
+        how = {"custom_generate": lookfar.generate} if side == "accelerated" else {}
         torch.manual_seed(seed)
         start = perf_counter()
         outs[side] = model.generate(ids, attention_mask=mask, **arguments, **how).cpu()
         seconds[side] = perf_counter() - start
         states[side] = torch.cuda.get_rng_state() if ids.is_cuda else torch.get_rng_state()
-        if side == "fast":
+        if side == "accelerated":
             stats = lookfar.last_stats(model)
-    same = outs["plain"].shape == outs["fast"].shape
+    same = outs["original"].shape == outs["accelerated"].shape
     return {
         "sequences": len(prompts),
-        "identical": int((outs["plain"] == outs["fast"]).all(1).sum()) if same else 0,
-        "same_generator": torch.equal(states["plain"], states["fast"]),
-        "ratio": seconds["plain"] / seconds["fast"],
+        "identical": int((outs["original"] == outs["accelerated"]).all(1).sum()) if same else 0,
+        "same_generator": torch.equal(states["original"], states["accelerated"]),
+        "ratio": seconds["original"] / seconds["accelerated"],
         "stats": stats,
     }
 

@@ -1,12 +1,12 @@
-"""Are the tokens those of `model.generate`, and how many come out of a step?
+"""Lookahead Decoding with several windows: are the outputs those of `model.generate`, and how many tokens per step?
 
     python benchmarks/exactness.py --data DIR --suite mt_bench --limit 40
 
 DIR holds jsonl files with `format: chat | completion` and `turns` or `prompt`. Prints a table, the prompts that
 differ (with the logit margin at the first difference), and one JSON line.
 
-What bounds it: on a CPU every row costs arithmetic, so the seconds here say little about a GPU; tokens per step do not
-depend on the machine.
+On a CPU every row costs arithmetic, so the seconds say little about a GPU; tokens per step do not depend on the
+machine.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 import lookfar
-from lookfar.choose import first_difference, margin_after
-from lookfar.progress import bar
-from lookfar.stats import add_up, is_natural
+from lookfar.bench.differences import margin_after
+from lookfar.core.ids import first_difference
+from lookfar.core.progress import progress_bar
+from lookfar.engine.stats import add_up, is_natural
 
 STRATEGIES = {  # lookahead N/W/G
     "none": "none",
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default=None)
-    parser.add_argument("--batch", type=int, default=8, help="also decode in ragged batches of this size; 0 not at all")
+    parser.add_argument("--batch", type=int, default=8, help="also decode in ragged batches of this size; 0: do not")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     options = parser.parse_args()
 
@@ -61,8 +62,8 @@ def main() -> None:
     results: dict[str, list[lookfar.Completion]] = {name: [] for name in names}
     expected, baseline = [], []
     generate(lm, prompts[0], 4)
-    with bar("Decoding", len(prompts) * (1 + len(names))) as advance:
-        for prompt in prompts:  # strategies in turn, so that a noisy machine is noisy for all of them
+    with progress_bar("Decoding", len(prompts) * (1 + len(names))) as advance:
+        for prompt in prompts:  # strategies take turns, so that all of them meet the same noise of the machine
             tokens, seconds = generate(lm, prompt, new)
             expected.append(tokens)
             baseline.append(seconds)
@@ -95,7 +96,7 @@ def main() -> None:
             "differences": [difference(lm, prompts[i], expected[i], done[i].token_ids) | {"prompt": i} for i in wrong],
         }
     if options.batch:
-        with bar(f"Decoding in batches of {options.batch}", len(names)) as advance:
+        with progress_bar(f"Decoding in batches of {options.batch}", len(names)) as advance:
             for name in names:
                 batch = lm.generate(prompts, max_new_tokens=new, strategy=STRATEGIES[name])
                 same = sum(d.token_ids == e for d, e in zip(batch, expected, strict=True))

@@ -1,9 +1,9 @@
-"""Everything that is claimed about a GPU, in one run: steps, attention, speed, batches, exactness.
+"""All measurements on a GPU in one run: steps, attention, speed, batches, exactness.
 
     python benchmarks/gpu.py --data DIR --out results.json
 
-Every section starts with a fresh model and prints its rows; the file has all of them as they come. Baselines run in the
-same process as what they are compared with. `--only steps,speed` runs some sections.
+Every section starts with a new model, prints its rows and writes them to the file. Baselines run in the same process
+as what is compared with them. `--only steps,speed` runs some sections.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ import transformers
 from prompts import generate, read_prompts
 
 import lookfar
-from lookfar.bench.contestants import cut, left_padded
+from lookfar.bench.differences import margin_after
+from lookfar.bench.methods import cut, left_padded
 from lookfar.bench.steps import random_model
-from lookfar.cache import SlotCache
-from lookfar.choose import first_difference, margin_after
-from lookfar.costs import tree_plan
-from lookfar.gpu import captured, table
-from lookfar.gpu.attention import attend
-from lookfar.gpu.graphs import CapturedSteps
-from lookfar.gpu.reading import multiply
+from lookfar.core.ids import first_difference
+from lookfar.core.plan import StepPlan
+from lookfar.engine.costs import tree_plan
+from lookfar.engine.stats import add_up, is_natural
+from lookfar.kernels.attention import attend
+from lookfar.kernels.gemv import gemv
+from lookfar.kernels.row_table import WIDTH, RowTable, max_tiles, step_arrays
 from lookfar.lm import Completion
-from lookfar.masks import LayerKind, StepMasks
-from lookfar.model import BoundModel
-from lookfar.stats import add_up, is_natural
-from lookfar.tree import Plan
+from lookfar.models.binding import BoundModel
+from lookfar.models.masks import LayerKind, StepMasks
+from lookfar.models.self_check import one_slot
+from lookfar.runners.cuda_graph import graph_step
+from lookfar.runners.cuda_graph.runner import CudaGraphRunner
 
+Tokens = list[list[int]]
 options: argparse.Namespace
 results: dict[str, list[dict[str, Any]]] = {}  # of each section
-section = ""  # the one that runs
+section = ""  # the one that is running
 
 
 def report(**values: Any) -> None:
@@ -57,17 +60,17 @@ def demo(**arguments: Any) -> lookfar.LM:
 
 
 def prompts(lm: lookfar.LM, each: int) -> list[list[int]]:
-    """The first prompts of MT-bench, and as many of HumanEval."""
+    """Return the first prompts of MT-bench, and as many of HumanEval."""
     suites = ("mt_bench", "humaneval")
     return [prompt for suite in suites for prompt in read_prompts(lm, options.data / f"{suite}.jsonl", each)]
 
 
-def plan_of(rows: int, context: int) -> Plan:
+def plan_of(rows: int, context: int) -> StepPlan:
     return tree_plan(rows, context, vocab_size=1000)
 
 
 def device_ms(run: Callable[[], Any], times: int = 30) -> float:
-    """The median of what the device takes."""
+    """Return the median time of the device."""
     measured = []
     for _ in range(times + 5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -80,55 +83,55 @@ def device_ms(run: Callable[[], Any], times: int = 30) -> float:
 
 
 def steps() -> None:
-    """A random model of Llama-3-8B's shape: milliseconds of a step, all in, and of the device alone."""
+    """Milliseconds of a step, and of the device alone, for random weights of the shape of Llama-3-8B."""
     bound = BoundModel(random_model("llama-3-8b", torch.device("cuda"), torch.bfloat16))
-    cache = SlotCache(1, 4096)
+    cache = one_slot(4096)
     for compiled in (True, False):
-        runner = CapturedSteps(bound, compile=compiled)
-        assert not runner.why_not()
+        runner = CudaGraphRunner(bound, compile=compiled)
+        assert not runner.why_unavailable()
         for context in (512, 2048):
             found = {}
             for rows in (1, 16, 64):
                 plan = plan_of(rows, context)
-                top = 0 if rows == 1 else 8
+                plan.top_k = 0 if rows == 1 else 8
                 began = perf_counter()
-                runner.start(plan, cache, (), top)()
+                runner.launch(plan, cache).result()
                 to_capture = perf_counter() - began
                 walls = []
                 for _ in range(30):
                     began = perf_counter()
-                    runner.start(plan, cache, (), top)()
+                    runner.launch(plan, cache).result()
                     walls.append(1e3 * (perf_counter() - began))
                 found[rows] = median(walls)
-                step = runner._step_for(plan, cache, top)
+                step, _ = runner._step_for(plan, cache, plan.top_k)
                 assert step is not None
                 report(
                     mode=runner.name,
                     context=context,
                     rows=rows,
                     ms=found[rows],
-                    device_ms=device_ms(step._graphs[top][2]),
+                    device_ms=device_ms(step._graphs[plan.top_k][2]),
                     seconds_to_capture=to_capture,
                 )
             report(mode=runner.name, context=context, rows_64_over_1=found[64] / found[1])
-        runner._drop()
+        runner._drop_graphs()
 
 
 def attention() -> None:
-    """Attention alone, microseconds: ours, and torch's with a mask, as transformers calls it and without its copies."""
+    """Microseconds of attention: ours, and torch's with a mask, as transformers calls it and without its copies."""
     for heads, kv_heads, dim, context in ((32, 8, 128, 8192), (32, 8, 128, 2048), (32, 8, 128, 512), (9, 3, 64, 300)):
         for rows in (64, 1):
             attention_of(heads, kv_heads, dim, context, rows)
 
 
 def attention_of(heads: int, kv_heads: int, dim: int, context: int, rows: int) -> None:
-    plan, cells = plan_of(rows, context), context + rows + 64
+    plan, positions = plan_of(rows, context), context + rows + 64
     inputs = np.zeros((4, rows), np.int64)
-    tables = np.zeros((1, rows + table.tiles_for(rows, 1), table.WIDTH), np.int32)
-    table.fill(plan.sequences, 0, inputs, tables, np.zeros((1, 2), np.int32), cells - 1)
+    tables = np.zeros((1, rows + max_tiles(rows, 1), WIDTH), np.int32)
+    RowTable(step_arrays(inputs, tables, [(0, 0)]), positions - 1).fill(plan.requests, [0])
     on_device = torch.from_numpy(tables)[:, None].cuda()
     q = torch.randn(1, heads, rows, dim, device="cuda", dtype=torch.bfloat16)
-    k, v = torch.randn(2, 1, kv_heads, cells, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, kv_heads, positions, dim, device="cuda", dtype=torch.bfloat16)
     mask = StepMasks(plan, context + rows, torch.device("cuda")).of(LayerKind())
 
     def repeated(x: torch.Tensor) -> torch.Tensor:
@@ -147,8 +150,8 @@ def attention_of(heads: int, kv_heads: int, dim: int, context: int, rows: int) -
 
 
 def products() -> None:
-    """One row times the matrices of an 8B layer and its head, microseconds: ours, and cuBLAS."""
-    for name, inputs, outputs in (
+    """Microseconds of one row times the matrices of an 8B layer and its head: ours, and cuBLAS."""
+    for matrix, inputs, outputs in (
         ("queries, keys, values", 4096, 6144),
         ("attention's output", 4096, 4096),
         ("gate and up", 4096, 28672),
@@ -159,14 +162,14 @@ def products() -> None:
         weights = torch.randn(-(-(300 << 20) // (2 * inputs * outputs)), outputs, inputs, device="cuda").bfloat16()
         x = torch.randn(1, inputs, device="cuda").bfloat16()
         found = {
-            who: in_a_graph([partial(how, x, weight, None) for weight in weights])
-            for who, how in {"ours": multiply, "cublas": F.linear}.items()
+            name: in_a_graph([partial(multiply, x, weight, None) for weight in weights])
+            for name, multiply in {"ours": gemv, "cublas": F.linear}.items()
         }
-        report(matrix=name, inputs=inputs, outputs=outputs, **found, ratio=found["ours"] / found["cublas"])
+        report(matrix=matrix, inputs=inputs, outputs=outputs, **found, ratio=found["ours"] / found["cublas"])
 
 
 def in_a_graph(runs: Seq[Callable[[], Any]]) -> float:
-    """Microseconds of each, one after the other, without what the host takes."""
+    """Return the microseconds of each, one after the other, without the host's time."""
     for run in runs:
         run()
     graph = torch.cuda.CUDAGraph()
@@ -187,7 +190,7 @@ def rate(done: list[Completion], which: list[bool] | None = None) -> float:
 
 
 def speed() -> None:
-    """Tokens per second on real prompts: transformers, prompt lookup, ours plainly and with guesses."""
+    """Tokens per second on real prompts: transformers, its prompt lookup, ours without speculation and with it."""
     lm = demo()
     texts = prompts(lm, 20)
     for name, arguments in {"model.generate": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}}.items():
@@ -197,12 +200,12 @@ def speed() -> None:
     every, some = texts, texts[:4] + texts[20:24]
     for compiled, texts in ((True, every), (False, some)):
         lm = demo(compile=compiled)
-        for strategy in ("none", "auto"):  # captures, those for prompts among them
+        for strategy in ("none", "auto"):  # captures the steps, those for prefills included
             run_all(lm, texts, 4, strategy=strategy)
             run_all(lm, [every[0], every[-1]], 256, strategy=strategy)
         rounds = [{s: run_all(lm, texts, 256, strategy=s) for s in ("none", "auto")} for _ in range(2)]
         natural = [is_natural(one.token_ids) for one in rounds[0]["none"]]
-        mode = lm.engine.steps.name
+        mode = lm.engine.runner.name
         for strategy in ("none", "auto"):
             total = add_up(one.stats for one in rounds[0][strategy])
             part = add_up(one.stats for one, is_one in zip(rounds[0][strategy], natural, strict=True) if is_one)
@@ -221,10 +224,10 @@ def speed() -> None:
             natural=median(rate(r["auto"], natural) / rate(r["none"], natural) for r in rounds),
             natural_outputs=sum(natural),
             outputs=len(natural),
-            graph_mib=lm.engine.steps.graph_bytes / 2**20,
+            graph_mib=lm.engine.runner.graph_bytes / 2**20,
             cache_mib=lm.engine.cache.nbytes / 2**20,
         )
-        parted(lm, f"{mode}, none / auto", texts, tokens_of(rounds[0]["none"]), tokens_of(rounds[0]["auto"]))
+        differences(lm, f"{mode}, none / auto", texts, tokens_of(rounds[0]["none"]), tokens_of(rounds[0]["auto"]))
         if compiled:
             done = run_all(lm, texts[::4], 256, budget=64)
             host = median(1e6 * one.stats.host_seconds / one.stats.steps for one in done)
@@ -233,11 +236,11 @@ def speed() -> None:
 
 
 def sampled() -> None:
-    """Tokens per second of sampling, drawn in graphs and by the host."""
+    """Tokens per second of sampling in CUDA graphs and on the host."""
     lm = demo(compile=True)
     texts = prompts(lm, 4)
-    usual = captured.WORTH_IT
-    for how in (
+    usual = graph_step.WORTH_CAPTURING
+    for sampling in (
         {"temperature": 0.7, "top_k": 0},
         {"temperature": 0.7, "top_k": 50},
         {"temperature": 0.7, "top_p": 0.9},
@@ -245,22 +248,24 @@ def sampled() -> None:
         for strategy in ("none", "auto"):
             seconds: dict[str, list[float]] = {"graphs": [], "host": []}
             for _ in range(3):
-                for who in seconds:
-                    captured.WORTH_IT = usual if who == "graphs" else 1 << 30
-                    if who == "host":
-                        for step in lm.engine.steps._steps.values():
-                            step._drawings.clear()
-                    done = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **how)
-                    if who == "graphs":  # captures come first
-                        done = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **how)
-                    seconds[who].append(1 / rate(done))
-            captured.WORTH_IT = usual
-            rates = {who: 1 / median(times) for who, times in seconds.items()}
-            report(how=how, strategy=strategy, **rates, ratio=rates["graphs"] / rates["host"])
+                for place in seconds:
+                    graph_step.WORTH_CAPTURING = usual if place == "graphs" else 1 << 30
+                    if place == "host":
+                        for step in lm.engine.runner._steps.values():
+                            step._samplers.clear()
+                    done = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **sampling)
+                    if place == "graphs":  # the first run captures
+                        done = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **sampling)
+                    seconds[place].append(1 / rate(done))
+            graph_step.WORTH_CAPTURING = usual
+            rates = {place: 1 / median(times) for place, times in seconds.items()}
+            report(sampling=sampling, strategy=strategy, **rates, ratio=rates["graphs"] / rates["host"])
 
 
-def parted(lm: lookfar.LM, what: str, texts: list[list[int]], one: list[list[int]], other: list[list[int]]) -> None:
-    """How many outputs differ, and how close the two best logits were where they part."""
+def differences(
+    lm: lookfar.LM, what: str, texts: list[list[int]], one: list[list[int]], other: list[list[int]]
+) -> None:
+    """Report how many outputs differ, and how close the two best logits are at the first difference."""
     margins = []
     for text, a, b in zip(texts, one, other, strict=True):
         at = first_difference(a, b)
@@ -281,8 +286,8 @@ def tokens_of(done: list[Completion]) -> list[list[int]]:
 
 
 def alone_and_in_a_batch() -> None:
-    """`model.generate` alone and in a batch of eight, bf16: what transformers itself does when the rows change."""
-    lm, new = demo(capture=False), 64
+    """How often outputs of `model.generate` itself, alone and in a batch of eight, differ in bfloat16."""
+    lm, new = demo(cuda_graphs=False), 64
     texts = sorted(prompts(lm, 8), key=len)
     alone = [generate(lm, text, new)[0] for text in texts]
     together: list[list[int]] = []
@@ -290,11 +295,11 @@ def alone_and_in_a_batch() -> None:
         ids, mask = left_padded(texts[start : start + 8], lm.device)
         out = lm.model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0)
         together += [cut(row, lm) for row in out[:, ids.shape[1] :].tolist()]
-    parted(lm, "model.generate alone / in batches of 8", texts, alone, together)
+    differences(lm, "model.generate alone / in batches of 8", texts, alone, together)
 
 
 def batches() -> None:
-    """Tokens per second of many prompts at once, with guesses and without."""
+    """Tokens per second of many prompts at once, with speculation and without."""
     for size in (8, 32):
         lm = demo(max_batch=size, compile=True)
         texts = prompts(lm, 48)[: 3 * 32]
@@ -323,7 +328,7 @@ def batches() -> None:
 
 
 def exact() -> None:
-    """`exact=True`: outputs with guesses that differ from plain ones in the same mode, and what the mode costs."""
+    """`exact=True`: outputs that differ from those without speculation in the same mode, and the cost of the mode."""
     usual = demo(compile=True)
     texts = prompts(usual, 50)
     run_all(usual, texts[:4] + texts[50:54], 256)
@@ -333,11 +338,11 @@ def exact() -> None:
     run_all(lm, texts[:2] + texts[50:52], 256)
     auto = run_all(lm, texts, 256)
     none = run_all(lm, texts, 256, strategy="none")
-    parted(lm, "exact=True, none / auto", texts, tokens_of(none), tokens_of(auto))
-    parted(lm, "auto / auto with exact=True", texts, tokens_of(normal), tokens_of(auto))
+    differences(lm, "exact=True, none / auto", texts, tokens_of(none), tokens_of(auto))
+    differences(lm, "auto / auto with exact=True", texts, tokens_of(normal), tokens_of(auto))
     batch = demo(compile=True, exact=True, max_batch=8)
     together = batch.generate(texts[:24] + texts[50:74], max_new_tokens=256)
-    parted(
+    differences(
         lm,
         "exact=True, none alone / auto in batches of 8",
         texts[:24] + texts[50:74],
@@ -348,7 +353,7 @@ def exact() -> None:
 
 
 def same_as_generate() -> None:
-    """float32: outputs of captured steps that are not `model.generate`'s, greedy and sampled."""
+    """float32: outputs that differ from those of `model.generate`, greedy and sampled."""
     lm, new = demo(dtype="float32", max_batch=4), 40
     texts = prompts(lm, 4)
     for name, arguments in {
@@ -395,13 +400,13 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(list(SECTIONS)[1:]))
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     options = parser.parse_args()
-    if options.out.exists():  # the other sections stay as they are
+    if options.out.exists():  # other sections are kept
         results.update(json.loads(options.out.read_text()))
     for section in ("machine", *options.only.split(",")):
         began, results[section] = perf_counter(), []
         try:
             SECTIONS[section]()
-        except Exception:  # the other sections still count
+        except Exception:  # go on with the other sections
             traceback.print_exc()
         torch.cuda.empty_cache()
         print(f"{section} took {perf_counter() - began:.0f} s", flush=True)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: prompts from jsonl files, and what `model.generate` makes of them."""
+"""Shared by the benchmarks: prompts from jsonl files, and the output of `model.generate`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lookfar.bench import suites
 
 
 def read_prompts(lm: lookfar.LM, path: Path, limit: int) -> list[list[int]]:
-    """The token ids of the first prompts of a file."""
+    """Return the token ids of the first prompts of a file."""
     return [prompt.ids(lm) for prompt in suites.read_prompts(path, limit)]
 
 
 def generate(lm: lookfar.LM, prompt: list[int], new: int, seed: int = 0, **arguments: Any) -> tuple[list[int], float]:
-    """`model.generate`: the new tokens and the seconds. Greedy, unless other arguments ask for sampling."""
+    """Run `model.generate`; return the new tokens and the seconds. Greedy, unless other arguments ask for sampling."""
     ids = torch.tensor([prompt], device=lm.device)
     start = perf_counter()
     torch.manual_seed(seed)
@@ -29,6 +29,6 @@ def generate(lm: lookfar.LM, prompt: list[int], new: int, seed: int = 0, **argum
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """`temperature=0.7,top_k=0` → generation arguments."""
+    """Turn `temperature=0.7,top_k=0` into generation arguments."""
     pairs = [pair.split("=", 1) for pair in text.split(",") if pair]
     return {key: json.loads(value) for key, value in pairs}

@@ -1,10 +1,10 @@
-"""Structured output: is it that of transformers with the same constraint, and how many tokens come out of a step?
+"""Structured output: is it that of transformers with the same constraint, and how many tokens per step?
 
     python benchmarks/structured.py --data DIR --limit 10
 
 Every prompt is answered in JSON by a schema, once with JSON's optional whitespace and once with fixed whitespace, by
-`model.generate` with the constraint as a logits processor, by lookfar plainly and by lookfar with guesses, in turn.
-Prints a table and one JSON line. What bounds it: how much of an answer the schema forces.
+`model.generate` with the constraint as a logits processor, by lookfar without speculation and by lookfar, in turn.
+Prints a table and one JSON line. Bounded by how much of an answer the schema forces.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 import lookfar
-from lookfar.progress import bar
-from lookfar.stats import add_up
-from lookfar.structured import constrain
+from lookfar.core.progress import progress_bar
+from lookfar.engine.stats import add_up
+from lookfar.sampling.grammar import constrain
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -52,7 +52,7 @@ def main() -> None:
     prompts = read_prompts(lm, options.data / f"{options.suite}.jsonl", options.limit)
     sampling = {"temperature": options.temperature} if options.temperature else {}
     rows = []
-    with bar("Decoding", 2 * len(prompts)) as advance:
+    with progress_bar("Decoding", 2 * len(prompts)) as advance:
         for name, schema in (("optional whitespace", SCHEMA), ("fixed whitespace", FIXED)):
             lm.forget()
             calls = []
@@ -60,7 +60,9 @@ def main() -> None:
                 calls.append(one(lm, prompt, seed, schema, options.max_new_tokens, sampling))
                 advance(1)
             rows.append({"schema": name} | summary(calls))
-    table = Table("schema", "identical", "valid", "tokens/step", "accepted from the grammar", "÷ generate", "÷ plain")
+    table = Table(
+        "schema", "identical", "valid", "tokens/step", "accepted from the grammar", "÷ generate", "÷ no speculation"
+    )
     for row in rows:
         table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
     Console(width=120).print(table)
@@ -83,18 +85,18 @@ def one(
     )[0, len(prompt) :].tolist()
     seconds = perf_counter() - start
     arguments = {"max_new_tokens": new, "seed": seed, "json_schema": schema, **sampling}
-    plain = lm.generate(prompt, strategy="none", **arguments)
+    baseline = lm.generate(prompt, strategy="none", **arguments)
     done = lm.generate(prompt, **arguments)
     try:
         valid = set(json.loads(done.text)) == set(schema["required"])
     except json.JSONDecodeError:
         valid = done.finish_reason == "length"  # cut off, not wrong
     return {
-        "identical": done.token_ids == plain.token_ids == expected,
+        "identical": done.token_ids == baseline.token_ids == expected,
         "valid": valid,
         "stats": done.stats,
         "over_generate": seconds / done.stats.seconds,
-        "over_plain": plain.stats.seconds / done.stats.seconds,
+        "over_none": baseline.stats.seconds / done.stats.seconds,
     }
 
 
@@ -106,7 +108,7 @@ def summary(calls: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens_per_step": total.tokens_per_step,
         "accepted": f"{total.drafter('grammar').accepted} of {total.drafter('grammar').proposed}",
         "over_generate": median(call["over_generate"] for call in calls),
-        "over_plain": median(call["over_plain"] for call in calls),
+        "over_none": median(call["over_none"] for call in calls),
     }
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/tables.py
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`, and is written anew; a test sees to it that none is
-out of date. The files come from `benchmarks/gpu.py`, `benchmarks/paper/*.py` and `lookfar bench`.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->` and is replaced; a test checks that none is out of
+date. The files come from `benchmarks/gpu.py`, `benchmarks/paper/*.py` and `lookfar bench`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent / "paper"))
 from law import law
 
 from lookfar.bench import plots
-from lookfar.bench.page import by_heading, speed_ups
+from lookfar.bench.page import HEADINGS, cells, speed_ups
+from lookfar.bench.plots import Axes
 from lookfar.bench.records import Results
 from lookfar.bench.summary import Line, summarize
 
@@ -33,9 +34,9 @@ def read(name: str) -> Any:
 
 
 def of(name: str, section: str) -> Rows:
-    """The rows of one of the papers' experiments; plain decoding, which is 1.00 by definition, is left out."""
+    """Return the rows of a paper's experiment, without the baseline, which is 1.00 by definition."""
     rows: Rows = read(name)["rows"]
-    return [row for row in rows if row["section"] == section and row.get("method") != "plain"]
+    return [row for row in rows if row["section"] == section and row.get("method") != "none"]
 
 
 def table(headings: Seq[str], rows: Iterable[Seq[str]]) -> str:
@@ -44,7 +45,7 @@ def table(headings: Seq[str], rows: Iterable[Seq[str]]) -> str:
 
 
 def of_columns(columns: dict[str, str], rows: Rows) -> str:
-    """A table of rows that have every figure: each heading with how its cells are written."""
+    """Return a table, given the format of the cells below each heading."""
     return table(list(columns), ([cell.format(**row) for cell in columns.values()] for row in rows))
 
 
@@ -53,7 +54,7 @@ def number(value: float | None, form: str = ".2f", unit: str = "") -> str:
 
 
 def pair(row: dict[str, Any], name: str, form: str = ".2f") -> str:
-    """A figure over all outputs and over natural ones."""
+    """Return a figure over all outputs and over natural ones."""
     return f"{number(row.get(name), form)} / {number(row.get(f'natural_{name}'), form)}"
 
 
@@ -99,27 +100,27 @@ def gpu_products() -> str:
 
 def gpu_batches() -> str:
     columns = {
-        "sequences": "{batch}",
-        "plain, tokens/s": "{none_tokens_per_second:,.0f}",
+        "requests": "{batch}",
+        "no speculation, tokens/s": "{none_tokens_per_second:,.0f}",
         "`auto`, tokens/s": "{auto_tokens_per_second:,.0f}",
-        "`auto` ÷ plain": "{ratio:.2f}",
-        "tokens/step of a sequence": "{tokens_per_step:.2f}",
-        "rows of one": "{rows_per_step:.1f}",
+        "`auto` ÷ no speculation": "{ratio:.2f}",
+        "tokens/step of a request": "{tokens_per_step:.2f}",
+        "its rows/step": "{rows_per_step:.1f}",
     }
     return of_columns(columns, read("gpu")["batches"])
 
 
 def gpu_sampled() -> str:
     columns = {
-        "": "{how}",
+        "": "{sampling}",
         "strategy": "{strategy}",
-        "drawn in graphs, tokens/s": "{graphs:.0f}",
-        "by the host, tokens/s": "{host:.0f}",
+        "sampled in CUDA graphs, tokens/s": "{graphs:.0f}",
+        "on the host, tokens/s": "{host:.0f}",
         "graphs ÷ host": "{ratio:.2f}",
     }
     rows = read("gpu")["sampled"]
-    told = [", ".join(f"{name} {value}" for name, value in row["how"].items()) for row in rows]
-    return of_columns(columns, [{**row, "how": how} for row, how in zip(rows, told, strict=True)])
+    words = [", ".join(f"{name} {value}" for name, value in row["sampling"].items()) for row in rows]
+    return of_columns(columns, [{**row, "sampling": sampling} for row, sampling in zip(rows, words, strict=True)])
 
 
 def gpu_attention() -> str:
@@ -129,7 +130,7 @@ def gpu_attention() -> str:
         "rows": "{rows}",
         "ours": "{ours:.1f}",
         "torch": "{sdpa:.1f}",
-        "torch and repeating": "{sdpa_and_repeat:.1f}",
+        "torch, with its copies": "{sdpa_and_repeat:.1f}",
         "ours ÷ torch": "{ratio:.2f}",
     }
     return of_columns(columns, read("gpu")["attention"])
@@ -137,7 +138,7 @@ def gpu_attention() -> str:
 
 def gpu_exactness() -> str:
     results = read("gpu")
-    rows = [{**row, "what": f"float32, ours and `generate`'s: {row['what']}"} for row in results["float32"]]
+    rows = [{**row, "what": f"float32, lookfar / `generate`: {row['what']}"} for row in results["float32"]]
     halves = [row for name in ("speed", "exact", "alone") for row in results.get(name, []) if "differ" in row]
     rows += [{**row, "what": f"bfloat16, {row['what']}"} for row in halves]
 
@@ -147,7 +148,7 @@ def gpu_exactness() -> str:
         return f"{row['median_margin']:.2f} / {row['largest_margin']:.2f}"
 
     return table(
-        ("", "outputs", "differ", "in 10,000 tokens", "logits apart there, median / most"),
+        ("", "outputs", "differ", "per 10,000 tokens", "logit margin there, median / largest"),
         (
             (
                 row["what"],
@@ -163,7 +164,7 @@ def gpu_exactness() -> str:
 
 def lookahead_suites() -> str:
     return table(
-        ("suite", "tokens/step, all / natural", "rows/step", "speed over plain", "identical"),
+        ("suite", "tokens/step, all / natural", "rows/step", "speed-up", "identical"),
         (
             (
                 SUITES[row["suite"]],
@@ -236,7 +237,7 @@ def pain_trie() -> str:
             "insertion": lambda: f"insert {row['source']}",
             "pruning": lambda: f"at most {row['max_nodes']:,} nodes",
             "shapes": lambda: f"{row['shape']} drafts",
-            "warm-up": lambda: f"{row['answers']} answers learned before",
+            "warm-up": lambda: f"{row['answers']} answers in the store",
         }[row["section"]]()
         taken = row.get("trie_bytes") or row.get("store_bytes")
         return [
@@ -259,16 +260,24 @@ def bench_lines() -> list[Line]:
 
 
 def bench() -> str:
-    headings = ("suite", "", "tokens/s", "× `generate`", "× plain (natural)", "tokens/step (natural)", "identical")
+    headings = (
+        "suite",
+        "",
+        "tokens/s",
+        "× `generate`",
+        "× no speculation (natural)",
+        "tokens/step (natural)",
+        "identical",
+    )
 
     def line(one: Line) -> list[str]:
-        shown = by_heading(one)
+        shown = dict(zip(HEADINGS, cells(one), strict=True))
         return [
             SUITES.get(one.suite, one.suite),
-            one.contestant,
+            one.method,
             shown["tokens/s"],
             shown["× generate"],
-            f"{shown['× plain']} ({shown['× plain, natural']})",
+            f"{shown['× none']} ({shown['× none, natural']})",
             f"{shown['tokens/step']} ({shown['natural']})",
             shown["identical"],
         ]
@@ -296,7 +305,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def scaling_plot() -> str:
-    """Tokens per step over the logarithm of the rows, and what the fitted law says for the same windows."""
+    """Draw tokens per step over the rows, and the fitted law for the same windows."""
     rows = of("lookahead", "scaling")
     (fitted,) = of("lookahead", "law")
     alpha, f = fitted["alpha"], fitted["f"]
@@ -308,7 +317,7 @@ def scaling_plot() -> str:
     }
     by_law = [[(row["rows_per_step"], law(alpha, f, row["ngram"], row["window"])) for row in mine] for mine in of_each]
     title = f"Lookahead on MT-bench; dashed: the law with α = {alpha:.3f}, f = {f:.2f}"
-    return plots.lines(title, measured, "rows of a step", "tokens per step", log=True, beside=by_law, base=1.0)
+    return plots.lines(title, measured, Axes("rows of a step", "tokens per step", log=True, base=1.0), dashed=by_law)
 
 
 def grid_plot() -> str:
@@ -320,7 +329,7 @@ def grid_plot() -> str:
         ]
         for branch in branches
     }
-    return plots.lines("Trie on GSM8K", lines, "decoding length", "tokens per step", log=True, base=1.0)
+    return plots.lines("Trie on GSM8K", lines, Axes("decoding length", "tokens per step", log=True, base=1.0))
 
 
 PLOTS: dict[str, Callable[[], str]] = {
@@ -331,7 +340,7 @@ PLOTS: dict[str, Callable[[], str]] = {
 
 
 def rendered(page: str) -> str:
-    """A page with all of its tables made anew."""
+    """Return a page with all of its tables replaced."""
 
     def fill(found: re.Match[str]) -> str:
         return f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}"

@@ -1,12 +1,13 @@
-"""How many tokens come out of a step, for every source of guesses alone and for all of them, at several row budgets?
+"""Tokens per step of every drafter alone and of all of them together, at several row budgets.
 
     python benchmarks/tokens_per_step.py --data DIR --suites mt_bench,humaneval,gsm8k --limit 40
 
-Every strategy decodes the first prompts of each suite in order, one at a time, starting with an empty memory that it
-keeps from prompt to prompt (`/fresh`: emptied before each). All outputs are compared with `model.generate`'s. Prints a
-table and one JSON line. `--workers` decodes several cells at once: tokens per step do not depend on the speed.
+Every strategy decodes the first prompts of each suite in order, one at a time. It starts with an empty draft state and
+keeps it from prompt to prompt (`/fresh`: emptied before each prompt). All outputs are compared with `model.generate`'s.
+Prints a table and one JSON line. `--workers` decodes several cells of the table at once: tokens per step do not depend
+on the speed.
 
-`--sampling temperature=0.7,top_p=0.9` samples, prompt i with seed i, in both; `/blind` then ranks guesses without the
+`--sampling temperature=0.7,top_p=0.9` samples, prompt i with seed i, in both; `/blind` then ranks drafts without the
 noise that they will meet.
 """
 
@@ -27,13 +28,13 @@ from rich.console import Console
 from rich.table import Table
 
 import lookfar
-import lookfar.noise
-from lookfar.progress import bar
-from lookfar.stats import add_up, is_natural
+import lookfar.sampling.noise as noise
+from lookfar.core.progress import progress_bar
+from lookfar.engine.stats import add_up, is_natural
 
-# Lookahead (window, ngram, guesses) that fits a budget; its riders make a fixed number of rows.
+# Lookahead (window, ngram, guesses) that fits a budget; its window has a fixed number of rows.
 LOOKAHEAD = {8: (1, 3, 2), 16: (2, 4, 3), 64: (8, 5, 8)}
-AHEAD = lookfar.noise.AHEAD
+LOOK_AHEAD = noise.LOOK_AHEAD
 EVERY = "auto,auto/fresh,suffix,recycle,trie,lookahead,prompt_lookup,jacobi"
 
 _lm: lookfar.LM | None = None
@@ -49,7 +50,7 @@ def start_worker(options: argparse.Namespace) -> None:
 
 
 def strategy_of(name: str, budget: int) -> tuple[Any, int | None]:
-    """What to pass to `generate` for a cell of the table."""
+    """Return the strategy and the budget for a cell of the table."""
     if name == "lookahead":
         window, ngram, guesses = LOOKAHEAD[budget]
         return lookfar.Lookahead(window=window, ngram=ngram, guesses=guesses), None
@@ -66,7 +67,7 @@ def run_cell(suite: str, name: str, budget: int) -> dict[str, Any]:
     prompts = read_prompts(_lm, _options.data / f"{suite}.jsonl", _options.limit)
     outputs, stats = [], []
     strategy, rows = strategy_of(name.partition("/")[0], budget)
-    lookfar.noise.AHEAD = 0 if name.endswith("/blind") else AHEAD
+    noise.LOOK_AHEAD = 0 if name.endswith("/blind") else LOOK_AHEAD
     _lm.forget()
     arguments = parse_arguments(_options.sampling)
     for seed, prompt in enumerate(prompts, _options.seed):
@@ -80,7 +81,7 @@ def run_cell(suite: str, name: str, budget: int) -> dict[str, Any]:
         )
         outputs.append(done.token_ids)
         stats.append(done.stats)
-    weights = [(c.sources, c.weights.tolist()) for c in _lm.engine.memory._calibrations.values()]
+    weights = [(model.sources, model.weights.tolist()) for model in _lm.draft_state.acceptance_models]
     return {"suite": suite, "name": name, "budget": budget, "outputs": outputs, "stats": stats, "weights": weights}
 
 
@@ -98,7 +99,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default=None)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--weights", type=Path, help="write the learned weights of the calibrations to this file")
+    parser.add_argument("--weights", type=Path, help="write the weights of the acceptance models to this file")
     options = parser.parse_args()
     lookfar.load(options.model, device="cpu")  # fetch the model once, before the workers ask for it
 
@@ -109,7 +110,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     results: dict[tuple[str, str, int], dict[str, Any]] = {}
     pool = ProcessPoolExecutor(options.workers, context, initializer=start_worker, initargs=(options,))
-    with pool, bar("Decoding", len(cells)) as advance:
+    with pool, progress_bar("Decoding", len(cells)) as advance:
         for done in as_completed([pool.submit(run_cell, *cell) for cell in cells]):
             cell = done.result()
             results[cell["suite"], cell["name"], cell["budget"]] = cell
@@ -138,7 +139,7 @@ def summary(results: dict[tuple[str, str, int], dict[str, Any]], suite: str, nam
     expected, cell = results[suite, "generate", 1]["outputs"], results[suite, name, budget]
     natural = [is_natural(tokens) for tokens in expected]
     total = add_up(cell["stats"])
-    plain = add_up(s for s, is_one in zip(cell["stats"], natural, strict=True) if is_one)
+    without_loops = add_up(s for s, is_one in zip(cell["stats"], natural, strict=True) if is_one)
     return {
         "suite": suite,
         "strategy": name,
@@ -147,7 +148,7 @@ def summary(results: dict[tuple[str, str, int], dict[str, Any]], suite: str, nam
         "prompts": len(expected),
         "natural": sum(natural),
         "tokens_per_step": total.tokens_per_step,
-        "tokens_per_step_natural": plain.tokens_per_step,
+        "tokens_per_step_natural": without_loops.tokens_per_step,
         "rows_per_step": total.rows_per_step,
         "host_microseconds": 1e6 * total.host_seconds / max(total.steps, 1),
     }

@@ -1,10 +1,11 @@
-"""What past texts are worth: tokens per step without any, with answers to other questions, and the second time.
+"""What past texts bring: tokens per step without any, with answers to other questions, and the second time.
 
     python benchmarks/warm_store.py --data DIR --suite gsm8k --limit 40
 
 The store is built from the reference answers of the second half of the suite, and the first half is decoded: *cold*
-(memory emptied before each prompt), *warm* (the same with that store), *in a row* (an empty memory kept from prompt to
-prompt), and *again* (a second pass with the memory of the first). Prints a table and one JSON line.
+(the draft state is emptied before each prompt), *warm* (the same with that store), *in a row* (an empty draft state is
+kept from prompt to prompt), and *again* (a second pass with the draft state of the first). Prints a table and one JSON
+line.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 import lookfar
-from lookfar.progress import bar
-from lookfar.stats import add_up, is_natural
+from lookfar.core.progress import progress_bar
+from lookfar.engine.stats import add_up, is_natural
 
 
 def main() -> None:
@@ -45,7 +46,7 @@ def main() -> None:
     learned = lm.store.tokens
 
     outputs: dict[str, list[lookfar.Completion]] = {"cold": [], "warm": [], "in a row": [], "again": []}
-    with bar("Decoding", 4 * len(prompts)) as advance:
+    with progress_bar("Decoding", 4 * len(prompts)) as advance:
         for name, done in outputs.items():
             if name != "again":
                 lm.forget()
@@ -64,7 +65,9 @@ def main() -> None:
                 )
                 advance(1)
     natural = [is_natural(done.token_ids) for done in outputs["cold"]]
-    table = Table("memory", "tokens/step, all", "natural", title=f"{options.suite}, {learned} tokens of answers stored")
+    table = Table(
+        "draft state", "tokens/step, all", "natural", title=f"{options.suite}, {learned} tokens of answers stored"
+    )
     report = {"suite": options.suite, "prompts": len(prompts), "stored_tokens": learned, "budget": options.budget}
     for name, done in outputs.items():
         assert [d.token_ids for d in done] == [d.token_ids for d in outputs["cold"]]

@@ -1,4 +1,4 @@
-"""What both papers' experiments share: decode some prompts, count, write one JSON file."""
+"""Shared by the experiments of both papers: decode some prompts, count, write one JSON file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 
 import lookfar
 from lookfar.bench.suites import Prompt, read_suite
-from lookfar.progress import bar
-from lookfar.stats import add_up, is_natural
-from lookfar.store import Store
+from lookfar.core.progress import progress_bar
+from lookfar.engine.stats import add_up, is_natural
+from lookfar.retrieval.draft_store import DraftStore
+from lookfar.speculation.draft_state import DraftState
 
 
 class Experiments:
-    """A model, prompts, and the rows that are found."""
+    """A model, prompts, and the measured rows."""
 
     def __init__(self, description: str | None, sections: Mapping[str, Callable[[Experiments], None]]) -> None:
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -43,10 +44,10 @@ class Experiments:
             strategy="auto",
         )
         self.rows: list[dict[str, Any]] = []
-        self._plain: dict[str, list[list[int]]] = {}
+        self._expected: dict[str, list[list[int]]] = {}
 
     def run(self, name: str) -> None:
-        """Run the sections that were asked for and write what was found; after each, lest it be lost."""
+        """Run the sections that were asked for; the file is written after each of them."""
         on_gpu = self.lm.device.type == "cuda"
         record = {
             "machine": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
@@ -64,16 +65,16 @@ class Experiments:
         return read_suite(suite, self.options.data, self.options.limit)
 
     def measure(
-        self, section: str, suite: str, strategy: Any, store: Store | None = None, **facts: Any
+        self, section: str, suite: str, strategy: Any, store: DraftStore | None = None, **facts: Any
     ) -> dict[str, Any]:
-        """Decode a suite, starting from nothing but the store; one more row."""
+        """Decode a suite, starting with an empty draft state but for the store, and add a row."""
         sampling = {key: facts[key] for key in ("temperature", "top_k") if key in facts}
         self.lm.forget()
         if store is not None:
-            self.lm.engine.memory.store = store
+            self.lm.draft_state = DraftState(store.vocab_size, store)
         done, seconds = [], 0.0
         prompts = self.prompts(suite)
-        with bar(f"{section}, {suite}", len(prompts)) as advance:
+        with progress_bar(f"{section}, {suite}", len(prompts)) as advance:
             for seed, prompt in enumerate(prompts):
                 seeded = {"seed": seed} if sampling else {}
                 began = perf_counter()
@@ -90,7 +91,7 @@ class Experiments:
                 advance(1)
         outputs = [one.token_ids for one in done]
         key = f"{suite} {sampling}"
-        expected = self._plain.setdefault(key, outputs)  # the first to run is plain decoding
+        expected = self._expected.setdefault(key, outputs)  # the first one runs without speculation
         natural = [one.stats for one, output in zip(done, expected, strict=True) if is_natural(output)]
         total, part = add_up(one.stats for one in done), add_up(natural)
         row = {

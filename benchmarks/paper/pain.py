@@ -16,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import Experiments
 
 from lookfar import Trie
-from lookfar.store import Store
+from lookfar.retrieval.draft_store import DraftStore
 
 LENGTHS, BRANCHES = (4, 8, 16, 32, 64), (4, 8, 16, 32)
 WARM_UPS = (0, 10, 30, 100)
 
 
 def grid(found: Experiments) -> None:
-    found.measure("grid", "gsm8k", "none", method="plain")
+    found.measure("grid", "gsm8k", "none", method="none")
     for branch in BRANCHES:
         for length in LENGTHS:
             strategy = Trie(decoding_length=length, branch_length=branch)
@@ -31,29 +31,29 @@ def grid(found: Experiments) -> None:
 
 
 def insertion(found: Experiments) -> None:
-    found.measure("insertion", "gsm8k", "none", method="plain")
+    found.measure("insertion", "gsm8k", "none", method="none")
     for source in ("prompt", "output", "mixed"):
         found.measure("insertion", "gsm8k", Trie(source=source), source=source)
-    vocabulary = found.lm.engine.model.vocab_size
+    vocabulary = found.lm.engine.runner.model.vocab_size
     for nodes in (500, 2_000, 20_000, 200_000):
-        store = Store(vocabulary, found.lm.tokenizer, max_nodes=nodes)
+        store = DraftStore(vocabulary, found.lm.tokenizer, max_nodes=nodes)
         row = found.measure("pruning", "gsm8k", Trie(), store, max_nodes=nodes)
         row["trie_bytes"] = store.trie.nbytes
 
 
 def shapes(found: Experiments) -> None:
-    found.measure("shapes", "humaneval", "none", method="plain")
+    found.measure("shapes", "humaneval", "none", method="none")
     for shape in ("single", "parallel", "hierarchical"):
         found.measure("shapes", "humaneval", Trie(shape=shape), shape=shape)
 
 
 def warm_up(found: Experiments) -> None:
-    """Answers of the same kind of task, which are not those of the prompts, go into the store first."""
-    found.measure("warm-up", "gsm8k", "none", method="plain")
+    """The store first learns answers to other questions of the same kind."""
+    found.measure("warm-up", "gsm8k", "none", method="none")
     lines = (found.options.data / "gsm8k.jsonl").read_text().splitlines()[found.options.limit :]
     answers = [json.loads(line).get("reference") or "" for line in lines]
     for size in (size for size in WARM_UPS if size <= len(answers)):
-        store = Store(found.lm.engine.model.vocab_size, found.lm.tokenizer)
+        store = DraftStore(found.lm.engine.runner.model.vocab_size, found.lm.tokenizer)
         if size:
             store.learn(answers[:size])
         row = found.measure("warm-up", "gsm8k", Trie(), store, answers=size)

@@ -25,7 +25,7 @@ class Profile:
     strategies: tuple[Strategy, ...]
     budget: Budget
     speed_up: float  # over the defaults, on prompts that were not used for choosing
-    over_plain: float  # over decoding without speculation
+    over_none: float  # over decoding without speculation
     tried: list[tuple[str, float, int]] = field(default_factory=list)  # name, tokens per second, rounds
 
 
@@ -36,7 +36,7 @@ def save_profile(runner: ModelRunner, profile: Profile, path: Path | None = None
         "strategies": [{"name": strategy.name} | vars(strategy) for strategy in profile.strategies],
         "budget": profile.budget,
         "speed_up": profile.speed_up,
-        "over_plain": profile.over_plain,
+        "over_none": profile.over_none,
     }
 
     def add(found: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def find_profile(runner: ModelRunner, path: Path | None = None) -> Profile | Non
         for item in found["strategies"]:
             values = {key: tuple(v) if isinstance(v, list) else v for key, v in item.items() if key != "name"}
             strategies.append(strategy_class(item["name"])(**values))
-        return Profile(tuple(strategies), found["budget"], float(found["speed_up"]), float(found["over_plain"]))
+        return Profile(tuple(strategies), found["budget"], float(found["speed_up"]), float(found["over_none"]))
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 

@@ -67,8 +67,8 @@ def test_natural_outputs_are_told_apart_from_loops() -> None:
     ]
     plain, auto = summarize(Results({"methods": ["none", "auto"]}, runs=runs))
     assert auto.natural == plain.natural == 1
-    assert auto.over_plain == pytest.approx(14 / 5)
-    assert auto.over_plain_natural == pytest.approx(6 / 4)
+    assert auto.over_none == pytest.approx(14 / 5)
+    assert auto.over_none_natural == pytest.approx(6 / 4)
     assert auto.tokens_per_step_natural == pytest.approx(4.0)
 
 
@@ -90,7 +90,7 @@ def test_the_table_can_be_recomputed_from_the_records(lm: lookfar.LM, data: Path
 
         tokens = sum(len(r["outputs"][0]) for r in mine if r["repeat"] == 0)
         assert line.tokens_per_second == pytest.approx(tokens / seconds(line.method, ids))
-        assert line.over_plain == pytest.approx(seconds("none", ids) / seconds(line.method, ids))
+        assert line.over_none == pytest.approx(seconds("none", ids) / seconds(line.method, ids))
         assert line.over_generate == pytest.approx(seconds("hf generate", ids) / seconds(line.method, ids))
         expected = {
             r["prompts"][0]: r["outputs"][0]
@@ -101,7 +101,7 @@ def test_the_table_can_be_recomputed_from_the_records(lm: lookfar.LM, data: Path
         assert line.natural == len(natural)
         if natural:
             ratio = seconds("none", natural) / seconds(line.method, natural)
-            assert line.over_plain_natural == pytest.approx(ratio)
+            assert line.over_none_natural == pytest.approx(ratio)
         steps = [step for r in mine for step in r["steps"]]
         assert line.tokens_per_step == pytest.approx(sum(s[2] for s in steps) / len(steps))
         if line.method == "hf prompt_lookup":

@@ -64,7 +64,7 @@ def test_the_fastest_wins_if_it_is_faster_on_prompts_kept_aside(
     found = tune(lm, PROMPTS, among=fresh(), say=said.append)
     assert (found.strategies, found.budget) == FAST
     assert found.speed_up == pytest.approx(1.5)
-    assert found.over_plain == pytest.approx(3.0)
+    assert found.over_none == pytest.approx(3.0)
     assert [row[1] for row in found.tried] == sorted((row[1] for row in found.tried), reverse=True)
     assert said
     tried = {name for name, aside in calls if not aside}
@@ -89,7 +89,7 @@ def test_plain_decoding_is_said_to_be_best_where_it_is(lm: lookfar.LM, monkeypat
 def test_it_really_runs(lm: lookfar.LM) -> None:
     found = tune(lm, PROMPTS, minutes=0.05, max_new_tokens=6, among=fresh())
     assert found.tried
-    assert found.over_plain >= 1.0 or found.strategies == ()
+    assert found.over_none >= 1.0 or found.strategies == ()
 
 
 def test_candidates_fit_a_step() -> None:

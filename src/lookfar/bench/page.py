@@ -73,8 +73,8 @@ def cells(line: Line) -> list[str]:
         str(line.batch),
         f"{line.tokens_per_second:.1f}",
         times(line.over_generate),
-        times(line.over_plain),
-        times(line.over_plain_natural),
+        times(line.over_none),
+        times(line.over_none_natural),
         f"{line.tokens_per_step:.2f}",
         f"{line.tokens_per_step_natural:.2f}" if line.tokens_per_step_natural is not None else "–",
         f"{line.rows_per_step:.1f}" if line.rows_per_step is not None else "–",
@@ -113,7 +113,7 @@ def speed_ups(lines: list[Line]) -> str:
     measured = any(line.over_generate is not None for line in lines)
     groups: dict[str, dict[str, float]] = {}
     for line in lines:
-        value = line.over_generate if measured else line.over_plain
+        value = line.over_generate if measured else line.over_none
         label = line.suite if line.batch == 1 else f"{line.suite}, batch {line.batch}"
         if value is not None:
             groups.setdefault(label, {})[line.method] = value

@@ -33,9 +33,9 @@ class Line:
     outputs: int
     natural: int  # of those outputs
     tokens_per_second: float
-    over_plain: float | None  # speed-up over decoding without speculation; None if that did not run
+    over_none: float | None  # speed-up over decoding without speculation; None if that did not run
     over_generate: float | None
-    over_plain_natural: float | None
+    over_none_natural: float | None
     tokens_per_step: float
     tokens_per_step_natural: float | None
     rows_per_step: float | None  # None where transformers does not report them
@@ -81,9 +81,9 @@ def _line(results: Results, suite: str, batch: int, method: str) -> Line:
         outputs=len(outputs_of(runs)),
         natural=len(natural),
         tokens_per_second=sum(run.tokens for run in runs if run.repeat == 0) / total(runs),
-        over_plain=total(plain) / total(runs) if plain else None,
+        over_none=total(plain) / total(runs) if plain else None,
         over_generate=total(generate) / total(runs) if generate else None,
-        over_plain_natural=_ratio(plain, both, natural),
+        over_none_natural=_ratio(plain, both, natural),
         tokens_per_step=per_step(runs),
         tokens_per_step_natural=per_step(both) if both else None,
         rows_per_step=sum(rows) / len(rows) if any(rows) else None,

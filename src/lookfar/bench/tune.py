@@ -133,8 +133,8 @@ class Search:
                 one.run(self.lm, prompt, self.max_new_tokens)
         gain = winner.rate / defaults.rate
         chosen, speed_up = (best, gain) if gain >= MIN_GAIN else (Candidate(auto, "auto"), 1.0)
-        over_plain = (winner if gain >= MIN_GAIN else defaults).rate / plain.rate
-        if over_plain < 1.0:
-            chosen, speed_up, over_plain = Candidate((), None), plain.rate / defaults.rate, 1.0
-        self.say(f"on other prompts: {chosen.name}, {speed_up:.2f}× the defaults, {over_plain:.2f}× no speculation")
-        return Profile(chosen.strategies, chosen.budget, speed_up, over_plain)
+        over_none = (winner if gain >= MIN_GAIN else defaults).rate / plain.rate
+        if over_none < 1.0:
+            chosen, speed_up, over_none = Candidate((), None), plain.rate / defaults.rate, 1.0
+        self.say(f"on other prompts: {chosen.name}, {speed_up:.2f}× the defaults, {over_none:.2f}× no speculation")
+        return Profile(chosen.strategies, chosen.budget, speed_up, over_none)

@@ -76,6 +76,6 @@ def tune(
     rows = f" with {profile.budget} rows per step" if profile.budget is not None else ""
     if name_of(profile.strategies) == "auto" and profile.budget == "auto":
         chosen, rows = "the defaults", ""
-    console.print(f"Fastest: [bold]{chosen}[/]{rows}, {profile.over_plain:.2f}× decoding without speculation.")
+    console.print(f"Fastest: [bold]{chosen}[/]{rows}, {profile.over_none:.2f}× decoding without speculation.")
     if not dry_run:
         console.print(f"[dim]Kept in {save_profile(lm.engine.runner, profile)}; load uses it from now on.[/]")

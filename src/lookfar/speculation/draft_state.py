@@ -28,6 +28,11 @@ class DraftState:
             self._acceptance[key] = AcceptanceModel(names)
         return self._acceptance[key]
 
+    @property
+    def acceptance_models(self) -> list[AcceptanceModel]:
+        """All models so far, to read their weights."""
+        return list(self._acceptance.values())
+
     def judge_window(self, gained: int | None) -> None:
         """Learn what window rows bring: the accepted tokens of a step that no other source proposed; None: not fed.
 
