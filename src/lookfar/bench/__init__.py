@@ -8,7 +8,7 @@ from typing import Any
 
 from lookfar.bench.measure import Benchmark, methods_for
 from lookfar.bench.records import Results, Run
-from lookfar.bench.suites import read_prompts, read_suite
+from lookfar.bench.suites import Prompt, read_prompts, read_suite
 from lookfar.bench.summary import Line, summarize
 from lookfar.drafters.registry import StrategySpec, parse_strategy
 from lookfar.errors import ConfigError
@@ -43,18 +43,8 @@ def run(
     Calls that the file `out` holds already are not measured again. Other arguments are for sampling:
     `temperature=0.7`, …
     """
-    whole = {"limit": limit, "max_new_tokens": max_new_tokens, "repeats": repeats}
-    for name, value in whole.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
-    if not batch or not all(isinstance(b, int) and b >= 1 for b in batch):
-        raise ConfigError(f"batch takes whole numbers of at least 1, not {batch!r}.")
-    if bool(suites) == (prompts is not None):
-        raise ConfigError("Give suites or a file of prompts, one of the two.")
-    if prompts is not None:
-        read = {Path(prompts).stem: read_prompts(Path(prompts), limit)}
-    else:
-        read = {name: read_suite(name, Path(data) if data is not None else None, limit) for name in suites}
+    _check_numbers(batch, limit=limit, max_new_tokens=max_new_tokens, repeats=repeats)
+    read = _read(suites, data, prompts, limit)
     lm = _lm(model, max(batch))
     draft = _lm(draft, 1).model if isinstance(draft, str) else draft
     methods = methods_for(strategies, baselines, draft, budget, batch)
@@ -83,6 +73,23 @@ def run(
         Path(out) if out is not None else None,
     )
     return benchmark.run()
+
+
+def _check_numbers(batch: Seq[int], **numbers: int) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+    if not batch or not all(isinstance(b, int) and b >= 1 for b in batch):
+        raise ConfigError(f"batch takes whole numbers of at least 1, not {batch!r}.")
+
+
+def _read(suites: Seq[str], data: str | Path | None, prompts: str | Path | None, limit: int) -> dict[str, list[Prompt]]:
+    """Return the prompts by suite; a file of prompts is a suite of its own."""
+    if bool(suites) == (prompts is not None):
+        raise ConfigError("Give suites or a file of prompts, one of the two.")
+    if prompts is not None:
+        return {Path(prompts).stem: read_prompts(Path(prompts), limit)}
+    return {name: read_suite(name, Path(data) if data is not None else None, limit) for name in suites}
 
 
 def _lm(model: LM | str, batch: int) -> LM:

@@ -79,9 +79,8 @@ def bench(
     from lookfar.loading import load
 
     options.check_page(html)
-    sizes = _numbers(batch)
+    sizes, rows = _numbers(batch), options.rows(budget)
     sampling: dict[str, Any] = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, None)
-    rows = options.rows(budget)
     if not suite and prompts is None:
         raise ConfigError("Give --suite NAMES (with --data DIR, or from the hub) or --prompts FILE.")
     lm = load(model, device=device, dtype=dtype, pack=pack, compile=compile, exact=exact, max_batch=max(sizes))
@@ -104,8 +103,12 @@ def bench(
     _show(measuring.summarize(results))
     if html is not None:
         options.write_page(html, page(results))
+    _say_where(len(results.runs), out, html)
+
+
+def _say_where(runs: int, out: Path, html: Path | None) -> None:
     page_note = f", the page in {html}" if html else ""
-    Console(highlight=False).print(f"[dim]{len(results.runs)} runs in {out}{page_note}[/]")
+    Console(highlight=False).print(f"[dim]{runs} runs in {out}{page_note}[/]")
 
 
 def _show(lines: list[Line]) -> None:

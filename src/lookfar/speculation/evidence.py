@@ -191,13 +191,13 @@ def noise_feature(slate, child, noise):  # type: ignore[no-untyped-def]
 
 
 @inline_jit
-def weigh_children(children, count, depth, best_levels, noise, weights, features):  # type: ignore[no-untyped-def]
+def weigh_children(children, count, node, noise, weights, features):  # type: ignore[no-untyped-def]
     """Set the features of all children of a node and their log-odds, and clear their evidence for the next node.
 
-    `best_levels` are the levels of the best predictions after the token and after the pair, -1 for none.
+    `node` is its depth, and the levels of the best predictions after its token and after its pair, -1 for none.
     """
     slate, match, support, present, best_scores, _, log_odds = children
-    best_of_token, best_of_pair = best_levels
+    depth, best_of_token, best_of_pair = node
     source_count = match.shape[1]
     own_features = features.shape[1] - source_count
     for child in range(count):

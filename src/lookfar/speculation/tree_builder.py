@@ -236,8 +236,8 @@ def expand(work, node, used, sources, weights, vocab_size):  # type: ignore[no-u
     if parent < 0:
         count = read_runner_ups(roots.runner_ups[b], roots.runner_up_logits[b], slate, count, meets)
     nodes[node, FIRST], nodes[node, COUNT] = used, count
-    best_levels = best_of_token, best_of_pair
-    weigh_children(children, count, depth, best_levels, meets[0], weights, work.features[used : used + count])
+    levels, features = (depth, best_of_token, best_of_pair), work.features[used : used + count]
+    weigh_children(children, count, levels, meets[0], weights, features)
     for child in range(count):
         new = used + child
         nodes[new, OWNER], nodes[new, PARENT], nodes[new, TOKEN] = b, node, slate[child, CHILD]
