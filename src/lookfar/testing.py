@@ -7,7 +7,7 @@ strategy breaks the contract. The output of the model can never depend on a draf
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -86,7 +86,8 @@ class _Watched(Strategy):
 
     name: ClassVar[str] = "watched"
     inner: Strategy
-    proposals: list[list[list[int]]]
+    vocab_size: int
+    proposals: dict[tuple[int, ...], list[list[list[int]]]] = field(default_factory=dict)  # by prompt
 
     @property
     def uses_window(self) -> bool:  # type: ignore[override]
@@ -99,14 +100,16 @@ class _Watched(Strategy):
     def create(self, context: DraftContext) -> list[Drafter]:
         drafters = self.inner.create(context)
         _check(bool(drafters), "create returns at least one drafter")
-        return [_WatchedDrafter(drafter, self.proposals) for drafter in drafters]
+        proposals = self.proposals.setdefault(tuple(context.prompt), [])
+        return [_WatchedDrafter(drafter, self.vocab_size, proposals) for drafter in drafters]
 
 
 class _WatchedDrafter:
     """Passes everything on to a drafter and checks what it returns."""
 
-    def __init__(self, inner: Drafter, proposals: list[list[list[int]]]) -> None:
+    def __init__(self, inner: Drafter, vocab_size: int, proposals: list[list[list[int]]]) -> None:
         self.inner = inner
+        self.vocab_size = vocab_size
         self.name = inner.name
         self.wants_predictions = inner.wants_predictions
         self.proposals = proposals
@@ -120,7 +123,8 @@ class _WatchedDrafter:
         drafts = proposal.drafts
         _check(drafts.ndim == 2 and drafts.dtype == np.int32, f"{name}: drafts are an int32 array [k, depth]")
         _check(drafts.shape[1] <= limit or not len(drafts), f"{name}: no draft is deeper than the limit of {limit}")
-        _check(bool(((drafts >= -1) & (drafts < VOCABULARY)).all()), f"{name}: draft tokens are in the vocabulary")
+        _check(bool((drafts >= -1).all()), f"{name}: draft tokens are at least 0, and -1 behind the end of a draft")
+        _check(bool((drafts < self.vocab_size).all()), f"{name}: draft tokens are in the vocabulary")
         _check(len(proposal.scores) == len(drafts), f"{name}: every draft has a score")
         _check(len(proposal.weights) == len(drafts), f"{name}: every draft has a weight")
         in_range = (proposal.scores >= 0) & (proposal.scores <= MAX_SCORE)
@@ -138,7 +142,7 @@ class _WatchedDrafter:
 def _check_exactness(strategy: Strategy, model: PreTrainedModel) -> None:
     """The tokens are those of decoding without drafts: alone and in a batch, greedy and sampled, cold and warm."""
     lm, plain = LM(model, max_batch=2, prefill_chunk=16), LM(model, strategy="none")
-    watched = _Watched(strategy, [])
+    watched = _Watched(strategy, _vocab_size(lm))
     for options in ({}, {"temperature": 0.9, "seed": 1}):
         for budget in (None, 8):
             asked = {"max_new_tokens": NEW_TOKENS, "budget": budget, **options}
@@ -153,18 +157,25 @@ def _check_exactness(strategy: Strategy, model: PreTrainedModel) -> None:
 
 
 def _check_isolation(strategy: Strategy, model: PreTrainedModel) -> None:
-    """Requests that are not to be remembered leave nothing behind: the drafts of the next one are the same."""
+    """With remember=False the drafts of a request are the same alone, after other requests, and in a batch with them."""
 
-    def drafts_of_last(*prompts: Seq[int]) -> list[list[list[int]]]:
+    def drafts_of(*calls: list[list[int]]) -> list[list[list[int]]]:
+        """Return all drafts for the first of the prompts in the last call."""
         lm = LM(model, remember=False)
-        for prompt in prompts[:-1]:
-            lm.generate(list(prompt), max_new_tokens=NEW_TOKENS, strategy=strategy, budget=32)
-        watched = _Watched(strategy, [])
-        lm.generate(list(prompts[-1]), max_new_tokens=NEW_TOKENS, strategy=watched, budget=1)
-        return watched.proposals
+        for prompts in calls[:-1]:
+            lm.generate(prompts, max_new_tokens=NEW_TOKENS, strategy=strategy, budget=32)
+        watched = _Watched(strategy, _vocab_size(lm))
+        lm.generate(calls[-1], max_new_tokens=NEW_TOKENS, strategy=watched, budget=1)
+        return watched.proposals[tuple(calls[-1][0])]
 
-    alone, after_another = drafts_of_last(PROMPTS[0]), drafts_of_last(PROMPTS[2], PROMPTS[0], PROMPTS[0])
-    _check(alone == after_another, f"{strategy.name}: with remember=False a request leaves nothing to later ones")
+    first, _, other = PROMPTS
+    alone, later, beside = drafts_of([first]), drafts_of([other], [first], [first]), drafts_of([first, other])
+    _check(alone == later, f"{strategy.name}: with remember=False a request leaves nothing to later ones")
+    _check(alone == beside, f"{strategy.name}: the drafts of a request do not depend on others in its batch")
+
+
+def _vocab_size(lm: LM) -> int:
+    return lm.engine.runner.model.vocab_size
 
 
 def _check(fine: bool, contract: str) -> None:

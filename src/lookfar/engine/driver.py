@@ -93,7 +93,7 @@ class Submission:
                     self._driver.engine.pause(handle)
 
     def _resume(self) -> None:
-        for handle in self.handles:
+        for handle in reversed(self.handles):  # each goes to the front of the queue
             self._driver.engine.resume(handle)
 
 

@@ -60,14 +60,14 @@ class Scheduler:
     def cancel(self, handle: int) -> None:
         """Forget a request; nothing happens if it has ended."""
         self.paused.pop(handle, None)
-        for queue in (self.waiting, self.retrying):
-            for state in [state for state in queue if state.handle == handle]:
-                queue.remove(state)
+        self._take_waiting(handle)
         for state in [state for state in self.running.values() if state.handle == handle]:
             self._release(state)
 
     def pause(self, handle: int) -> None:
-        """Take a running request out of the KV cache until it is resumed."""
+        """Take a request out of the KV cache, or out of the queue, until it is resumed."""
+        for state in self._take_waiting(handle):
+            self.paused[handle] = state
         for state in [state for state in self.running.values() if state.handle == handle]:
             kv = self.cache.export_kv(state.kv, 0, state.num_cached)
             state.swapped = [None if layer is None else (layer[0].cpu(), layer[1].cpu()) for layer in kv]
@@ -77,7 +77,18 @@ class Scheduler:
     def resume(self, handle: int) -> None:
         """Let a paused request wait for a place."""
         if handle in self.paused:
-            self.waiting.appendleft(self.paused.pop(handle))
+            self._wait_first(self.paused.pop(handle))
+
+    def _take_waiting(self, handle: int) -> list[RequestState]:
+        """Remove a request from the queues; returns it, or nothing if it is not there."""
+        taken = [state for queue in (self.waiting, self.retrying) for state in queue if state.handle == handle]
+        for state in taken:
+            (self.retrying if state.retried else self.waiting).remove(state)
+        return taken
+
+    def _wait_first(self, state: RequestState) -> None:
+        """Put a request in front of its queue."""
+        (self.retrying if state.retried else self.waiting).appendleft(state)
 
     def schedule(self, limits: RunnerLimits) -> StepBatch:
         """Admit waiting requests and pick the next step; it is empty if nothing can run."""
@@ -232,7 +243,7 @@ class Scheduler:
             if tokens := state.deliver():  # the step failed after they were accepted
                 self._ended.append(StepOutput(state.handle, state.index, state.stats.steps, tokens))
             state.retried = state.retried or in_step
-            (self.retrying if state.retried else self.waiting).appendleft(state)
+            self._wait_first(state)
         return self.take_ended()
 
     def abort(self, error: BaseException) -> list[StepOutput]:
