@@ -157,7 +157,7 @@ def _check_exactness(strategy: Strategy, model: PreTrainedModel) -> None:
 
 
 def _check_isolation(strategy: Strategy, model: PreTrainedModel) -> None:
-    """With remember=False the drafts of a request are the same alone, after other requests, and in a batch with them."""
+    """With remember=False a request gets the same drafts alone, after other requests, and in a batch with them."""
 
     def drafts_of(*calls: list[list[int]]) -> list[list[list[int]]]:
         """Return all drafts for the first of the prompts in the last call."""

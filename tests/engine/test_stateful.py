@@ -188,19 +188,22 @@ class OpenStream:
 
     def read(self, chunks: int | None = None) -> bool:
         """Read some chunks, or all of them; False if there are no more."""
-        try:
-            while chunks is None or chunks > 0:
-                chunk = next(self.stream)
-                self.got[chunk.index] += chunk.token_ids
-                assert self.got[chunk.index] == self.expected[chunk.index][: len(self.got[chunk.index])]
-                chunks = chunks - 1 if chunks is not None else None
-        except StopIteration:
-            assert self.got == self.expected
-            return False
-        except ArithmeticError as error:
-            assert error is self.error
-            return False
-        return True
+        while chunks is None or chunks > 0:
+            try:
+                chunk = next(self.stream, None)
+            except ArithmeticError as raised:
+                error = raised
+                break
+            if chunk is None:
+                assert self.got == self.expected
+                return False
+            self.got[chunk.index] += chunk.token_ids
+            assert self.got[chunk.index] == self.expected[chunk.index][: len(self.got[chunk.index])]
+            chunks = chunks - 1 if chunks is not None else None
+        else:
+            return True
+        assert error is self.error
+        return False
 
 
 class DriverMachine(RuleBasedStateMachine):
