@@ -228,6 +228,7 @@ class Driver:
 
 def _drive(driver_of: ref[Driver], inbox: SimpleQueue[Message | None]) -> None:
     """Run a driver. While it is idle, the thread does not keep it alive."""
+    torch.set_grad_enabled(False)  # of this thread
     while True:
         message = inbox.get()
         driver = driver_of()

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count
 
-import torch
-
 from lookfar.engine.costs import measured_costs, save_refined_costs
 from lookfar.engine.outputs import StepOutput
 from lookfar.engine.request import Request, RequestState
@@ -62,7 +60,6 @@ class Engine:
         """Whether `step` has something to do."""
         return self.scheduler.has_work
 
-    @torch.no_grad()
     def step(self) -> list[StepOutput]:
         """Run one forward pass and return what it did; nothing if there is no work.
 

@@ -98,13 +98,15 @@ class Scheduler:
         return StepBatch(requests, chunks, started)
 
     def _admit(self) -> None:
+        if not (self.waiting or self.retrying):
+            return
         if self.retrying or any(state.retried for state in self.running.values()):
             if not self.running:
                 self._make_room(self.retrying)
                 if self.retrying:
                     self._start(self.retrying.popleft())
             return
-        if self.waiting and len(self.running) < self.max_batch:
+        if len(self.running) < self.max_batch:
             self._make_room(self.waiting)
         while self.waiting and len(self.running) < self.max_batch:
             if not self.cache.has_room(self.waiting[0].request.max_positions):
@@ -187,11 +189,11 @@ class Scheduler:
         """Keep the KV of accepted tokens, free the requests that ended, and return what the step did."""
         for state, rows, walk in zip(batch.requests, plan.requests, walks, strict=True):
             if state.error is None:
-                nodes = walk.nodes if walk is not None else ()
-                kept = [*range(len(rows.pending)), *(rows.node_row(node) for node in nodes)]
-                state.num_cached = self.cache.commit(state.kv, kept)
+                kept = list(range(len(rows.pending)))
                 if walk is not None:
+                    kept += [rows.node_row(node) for node in walk.nodes]
                     state.stats.rows += len(rows) - rows.last_row
+                state.num_cached = self.cache.commit(state.kv, kept)
         for state in reversed([state for state in batch.requests if state.is_finished]):
             if state.request.kv.export and state.error is None:
                 # The caller's own cache still holds what came from it; the last token was never fed.

@@ -33,8 +33,7 @@ class DraftedGroup:
     candidates: Candidates
 
     def ranking(self) -> Ranking:
-        places = np.array([member.place for member in self.members], np.int32)
-        return Ranking(*self.candidates.ranked(places))
+        return Ranking(self.candidates.chosen_scores, self.candidates.owners)
 
     def set_trees(self, plans: Seq[RequestPlan], count: int) -> None:
         """Give each request the tree of its best candidates; `count` of the whole group."""

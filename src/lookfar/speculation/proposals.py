@@ -94,11 +94,11 @@ def collect(members: Seq[RequestProposals], max_depth: int | None) -> BuildInput
                 drafted.append(proposal)
                 sources += [source] * count
                 starts[-1] += count
-    requests = [member.request for member in members]
-    about = [
-        (r.ids[-2] if len(r.ids) > 1 else -1, r.ids[-1], min(r.remaining - 1, max_depth or r.remaining))
-        for r in requests
-    ]
+    about = []
+    for member in members:
+        ids, deepest = member.request.ids, member.request.remaining - 1
+        before = ids[-2] if len(ids) > 1 else -1
+        about.append((before, ids[-1], min(deepest, max_depth or deepest), member.place))
     roots = RootArrays(np.array(about, dtype=np.int32), runner_ups, runner_up_logits)
     drafts = DraftArrays(
         stack([proposal.drafts for proposal in drafted]),
@@ -107,7 +107,9 @@ def collect(members: Seq[RequestProposals], max_depth: int | None) -> BuildInput
         np.array(sources, np.int32),
         np.array(starts, np.int32),
     )
-    return BuildInputs(drafts, roots, known_noise(requests), members[0].table, members[0].acceptance)
+    return BuildInputs(
+        drafts, roots, known_noise([member.request for member in members]), members[0].table, members[0].acceptance
+    )
 
 
 _unknown_noise = lru_cache(maxsize=64)(NoiseArrays.unknown)  # never written to

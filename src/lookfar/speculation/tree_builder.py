@@ -45,7 +45,7 @@ from lookfar.speculation.evidence import (
 # agree with its path, in an order of all drafts.
 OWNER, PARENT, TOKEN, DEPTH, TOP_SOURCE, NUM_SOURCES, FIRST, COUNT, LOW, HIGH = range(10)
 COLUMNS = 10
-BEFORE, LAST, MAX_DEPTH = range(3)  # columns about a root
+BEFORE, LAST, MAX_DEPTH, PLACE = range(4)  # columns about a root
 
 
 class DraftArrays(NamedTuple):
@@ -61,7 +61,7 @@ class DraftArrays(NamedTuple):
 class RootArrays(NamedTuple):
     """Where the trees of all requests begin."""
 
-    about: Int32s  # [batch, 3] the last two tokens of each text, -1 for none, and the deepest node to accept
+    about: Int32s  # [batch, 4] the last two tokens (-1 for none), the deepest node to accept, the place in the step
     runner_ups: Int32s  # [batch, k] alternatives to the last token, -1 for none
     runner_up_logits: Floats  # [batch, k]
 
@@ -109,6 +109,8 @@ class Candidates:
     scores: Floats
     features: Int32s  # [candidates, features of each]
     chosen: Int32s  # the best candidates, best first
+    chosen_scores: Floats
+    owners: Int32s  # of the chosen ones: the place of their request in the step
 
     def column(self, column: int) -> Int32s:
         return self.nodes[:, column]
@@ -117,11 +119,6 @@ class Candidates:
         """Teach the acceptance model which candidates after a root came true."""
         arrays = self.features, self.nodes[:, TOKEN], self.nodes[:, FIRST], self.nodes[:, COUNT]
         learn_along_path(acceptance.weights, acceptance.squares, arrays, root, emitted)
-
-    def ranked(self, places: Int32s) -> tuple[Floats, Int32s]:
-        """Return the scores of the best candidates, best first, and the place of the request that owns each."""
-        scores, owners = rank(self.nodes, self.scores, self.chosen, places)
-        return scores, owners
 
     def trees(self, count: int, names: Seq[str], batch: int) -> list[DraftTree]:
         """Return the best `count` candidates as one tree for each request."""
@@ -154,7 +151,7 @@ class Workspace(NamedTuple):
 
 @jit
 def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
-    """Grow the trees of all requests from one heap. Returns nodes, scores, features, and the chosen candidates.
+    """Grow the trees of all requests from one heap. Returns the arrays of `Candidates`.
 
     The arrays come as plain tuples, which numba unpacks in a fifth of the time that named tuples take.
     """
@@ -163,8 +160,9 @@ def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
     batch = len(roots.about)
     work = new_workspace(drafts, noise, table, weights, limits)
     nodes, scores = work.nodes, work.scores
-    heap, chosen = np.empty(len(scores), np.int32), np.empty(limits.max_nodes, np.int32)
-    taken = np.zeros(batch, np.int32)
+    heap, taken = np.empty(len(scores), np.int32), np.zeros(batch, np.int32)
+    chosen, owners = np.empty(limits.max_nodes, np.int32), np.empty(limits.max_nodes, np.int32)
+    chosen_scores = np.empty(limits.max_nodes, np.float32)
     for b in range(batch):
         nodes[b, OWNER], nodes[b, PARENT], nodes[b, TOKEN], nodes[b, DEPTH] = b, -1, roots.about[b, LAST], 0
         nodes[b, FIRST], nodes[b, COUNT] = -1, 0
@@ -180,7 +178,8 @@ def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
             owner = nodes[node, OWNER]
             if taken[owner] == limits.max_per_request[owner]:
                 continue
-            chosen[picks] = node
+            chosen[picks], chosen_scores[picks] = node, scores[node]
+            owners[picks] = roots.about[owner, PLACE]
             picks += 1
             taken[owner] += 1
         if nodes[node, DEPTH] >= roots.about[nodes[node, OWNER], MAX_DEPTH]:
@@ -190,7 +189,8 @@ def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
             if scores[child] >= limits.min_score:
                 heap_size = push(heap, heap_size, scores, child)
         used += count
-    return nodes[:used], scores[:used], work.features[:used], chosen[:picks]
+    nodes, scores, features = nodes[:used], scores[:used], work.features[:used]
+    return nodes, scores, features, chosen[:picks], chosen_scores[:picks], owners[:picks]
 
 
 @inline_jit
@@ -273,14 +273,6 @@ def sort_drafts(work, node, used, count):  # type: ignore[no-untyped-def]
             nodes[child, HIGH] += 1
     for i in range(low, start):
         work.order[i] = work.spare[i]
-
-
-@jit
-def rank(nodes, scores, chosen, places):  # type: ignore[no-untyped-def]
-    best, owners = np.empty(len(chosen), np.float32), np.empty(len(chosen), np.int32)
-    for i, node in enumerate(chosen):
-        best[i], owners[i] = scores[node], places[nodes[node, OWNER]]
-    return best, owners
 
 
 @jit

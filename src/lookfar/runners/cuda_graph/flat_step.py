@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from transformers import Cache
 
 from lookfar.core.plan import StepPlan
+from lookfar.kernels.kv_write_op import write_by_index, write_kv
 from lookfar.kernels.row_table import (
     KV_POSITIONS,
     MAX_PATH,
@@ -48,13 +49,10 @@ class FlatWriter(Cache):
         if not torch.compiler.is_compiling():
             self.select_layer(layer_idx, key_states, value_states)
         keys, values = self.now
-        if keys.device.type == "cuda" and not torch.compiler.is_compiling():  # a compiler fuses it with what precedes
-            from lookfar.kernels.kv_move import write_rows
-
-            write_rows(key_states, value_states, keys, values, self.slots, self.positions)
+        if torch.compiler.is_compiling() and key_states.shape[2] == 1:  # fused with what precedes
+            write_by_index(key_states, value_states, keys, values, self.slots, self.positions)
         else:
-            keys[self.slots, :, self.positions] = key_states[0].transpose(0, 1)
-            values[self.slots, :, self.positions] = value_states[0].transpose(0, 1)
+            write_kv(key_states, value_states, keys, values, self.slots, self.positions)
         return keys, values
 
     def select_layer(self, layer_idx: int, key_states: Any = None, value_states: Any = None) -> None:
@@ -90,16 +88,13 @@ class FlatStep:
 
     def fill(self, plan: StepPlan) -> bool:
         """Write a step into the host's block; False if a row table cannot describe it."""
-        filled = self.table.fill(plan.requests, self.slots_of(plan))
+        filled = self.table.fill(plan.requests, [self.cache.slot_of(rows.kv) for rows in plan.requests])
         last = self.model.support.max_positions
         if last is not None and any(rows.windows for rows in plan.requests):
             # Only window rows can point past the last position, and what they compute there is never used.
             positions = self.table.arrays.inputs[POSITIONS]
             np.minimum(positions, last - 1, out=positions)
         return filled
-
-    def slots_of(self, plan: StepPlan) -> Seq[int]:
-        return [self.cache.slot_of(rows.kv) for rows in plan.requests]
 
     def clear(self) -> None:
         """Fill in a step of nothing but padding."""
