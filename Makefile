@@ -1,18 +1,24 @@
-# Two commands on a fresh machine: `make demo` and `make test`.
+# Two commands on a fresh machine: `make demo` and `make test`. `make check` is the part of the tests for every save.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format clean
+.PHONY: demo test check lint format clean
 
-# A task that copies some of its prompt, decoded plainly and with guesses.
+# A task that copies some of its prompt, decoded without speculation and with it.
 demo: $(READY)
 	$(BIN)/lookfar compare "Rewrite this text in the past tense: The fox walks through the forest. The fox sees a river. The \
 	fox walks to the river and drinks the water. The bear sees the fox and walks to the river too."
 
+# Everything: linters, types, all tests; the demo model is downloaded on first use.
 test: lint
 	$(BIN)/python -m pytest
+
+# Under a minute on two cores, without the demo model.
+check: $(READY)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/python -m pytest -m "not slow and not real"
 
 lint: $(READY)
 	$(BIN)/ruff format --check src tests benchmarks

@@ -233,6 +233,7 @@ def test_load_a_directory(saved: Path) -> None:
     assert lm.generate("hello", max_new_tokens=4).stats.steps == 4
 
 
+@pytest.mark.slow
 def test_load_sharded_with_offloaded_layers(saved: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     whole = lookfar.load(str(saved))
     expected = [reference(whole.model, prompt, NEW) for prompt in PROMPTS]

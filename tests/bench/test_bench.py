@@ -29,6 +29,8 @@ from lookfar.cli import app
 from lookfar.engine.stats import is_natural
 from lookfar.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 NEW = 12
 
 

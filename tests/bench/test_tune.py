@@ -150,6 +150,7 @@ def test_mistakes(lm: lookfar.LM) -> None:
         assert complaint in str(result.exception)
 
 
+@pytest.mark.slow
 def test_the_cost_curve(lm: lookfar.LM) -> None:
     found = measure_steps(lm.engine.runner, "tiny", contexts=(16, 64), rows=(1, 4, 16))
     assert list(found.milliseconds) == [16, 64]

@@ -125,6 +125,7 @@ class BrokenDrafter:
             ids[0] = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     {

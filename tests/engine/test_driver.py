@@ -516,6 +516,7 @@ def test_a_step_without_work_does_nothing(llama: PreTrainedModel) -> None:
     engine.cancel(handle)  # again: nothing happens
 
 
+@pytest.mark.slow
 def test_the_thread_ends_with_its_driver(llama: PreTrainedModel) -> None:
     lm = LM(llama)
     lm.generate(PROMPTS[0], max_new_tokens=3)
@@ -579,6 +580,7 @@ assert sum(len(chunk.token_ids) for chunk in stream) == 59
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "bloom", "gpt2"])
 def test_the_model_can_be_used_while_it_decodes(family: str) -> None:
     """Hooks and packed weights of a step do not reach forward passes of other threads."""

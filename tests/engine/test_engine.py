@@ -80,6 +80,7 @@ def scripts(draw: st.DrawFn) -> tuple[list[list[int]], int]:
     return drafts, draw(st.integers(1, 12))
 
 
+@pytest.mark.slow
 @given(scripts(), st.sampled_from([1, 3, 16, 512]))
 @settings(max_examples=40, deadline=None)
 def test_any_tree_shape_is_exact_alone_and_in_a_batch(drawn: tuple[list[list[int]], int], prefill_chunk: int) -> None:

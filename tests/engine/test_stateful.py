@@ -19,6 +19,8 @@ from lookfar import LM, Stream
 from lookfar.engine import driver as driver_module
 from lookfar.engine.outputs import StepOutput
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = random_prompts(12, 30, 1, 21, 45)
 STRATEGIES = ("none", "auto", "suffix", "jacobi", "lookahead", "auto+trie+lookahead")
 SAMPLING: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.1, "seed": 4}, {"temperature": 0.8, "seed": 9})

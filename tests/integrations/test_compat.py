@@ -101,6 +101,7 @@ def folder(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> 
     return where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "AutoModelForCausalLM"])
 def test_pia_reports_what_it_reported(name: str, folder: Path, model: PreTrainedModel) -> None:
     fast = getattr(pia, name).from_pretrained(folder, dtype=torch.float64)
@@ -140,6 +141,7 @@ def test_pia_reports_what_it_reported(name: str, folder: Path, model: PreTrained
             assert set(reported["edls"]) == set(reported["dls"]) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, 5])
 def test_pia_counts_the_root_among_the_rows(folder: Path, model: PreTrainedModel, rows: int) -> None:
     fast = pia.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -181,6 +183,7 @@ def test_the_trie_of_pia_is_kept_and_saved(folder: Path, model: PreTrainedModel,
     assert steps() == warm
 
 
+@pytest.mark.slow
 def test_pia_mistakes_are_one_sentence(folder: Path) -> None:
     fast = pia.LlamaForCausalLM.from_pretrained(folder)
     with pytest.raises(ConfigError, match=r"Unknown decoding_kwargs \['speed'\]"):

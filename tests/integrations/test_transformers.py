@@ -114,6 +114,7 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
 # Greedy search and sampling
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma2", "qwen3", "bloom", "mixtral", "opt"])
 def test_generate(family: str, do_sample: bool) -> None:
@@ -123,6 +124,7 @@ def test_generate(family: str, do_sample: bool) -> None:
         both.both(one(5, seed).expand(3, -1), seed=seed, max_new_tokens=20, do_sample=do_sample)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize(
     "inputs", [{"input_ids": one()}, padded(3, 14, 9), padded(6, 6)], ids=["one", "ragged", "even"]
@@ -266,6 +268,7 @@ def test_time_runs_out(pair: Pair) -> None:
 # Logits processors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -387,6 +390,7 @@ def test_a_streamer_that_gives_up_frees_the_slots(pair: Pair) -> None:
 # Embeddings and caches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma2", "qwen2"])
 def test_prompts_as_embeddings(family: str) -> None:
     both = Pair(family)
@@ -566,6 +570,7 @@ def test_copies_and_pickles_are_plain_models(tmp_path: Any) -> None:
     assert type(pair.plain).from_pretrained(tmp_path).config.architectures == [type(pair.plain).__name__]
 
 
+@pytest.mark.slow
 def test_pipelines() -> None:
     tokenizer = byte_tokenizer()
     both = Pair("llama", vocab_size=len(tokenizer))
@@ -650,6 +655,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     return arguments
 
 
+@pytest.mark.slow
 @given(calls(), st.integers(0, 100))
 @settings(max_examples=150)
 def test_any_combination_of_arguments(pair: Pair, arguments: dict[str, Any], seed: int) -> None:

@@ -18,6 +18,8 @@ from lookfar.kernels.row_table import MAX_PATH, WIDTH, RowTable, max_tiles, step
 from lookfar.kernels.topk import top_k
 from lookfar.kvcache.slots import SlotKVCache
 
+pytestmark = pytest.mark.slow
+
 POSITIONS = 420
 LAST_BITS = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 

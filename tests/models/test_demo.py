@@ -14,6 +14,8 @@ import pytest
 from lookfar.errors import DemoError
 from lookfar.models import demo
 
+pytestmark = pytest.mark.slow  # half a second each, for the server's shutdown
+
 
 class Server(ThreadingHTTPServer):
     """Serves one file, as a whole or from an offset; can hang up half-way."""

@@ -19,6 +19,7 @@ PROMPTS = random_prompts(3 * WINDOW, 4 * WINDOW + 1, 5)  # two of them longer th
 NEW = 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TREES)
 def test_tree_families_give_their_own_tokens(family: str) -> None:
     model = tiny_model(family)
@@ -36,6 +37,7 @@ def test_tree_families_give_their_own_tokens(family: str) -> None:
     assert all(done.stats.tokens_per_step > 1.8 for done in batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", PLAIN)
 def test_other_families_use_the_fallback_with_one_warning(family: str) -> None:
     model = tiny_model(family, dtype=torch.float32)

@@ -46,6 +46,7 @@ def flat_lm(model: Any, **options: Any) -> lookfar.LM:
     return lm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(TREES) - NOT_FLAT))
 def test_families_give_their_own_tokens(family: str) -> None:
     model = tiny_model(family, DTYPE)
@@ -66,6 +67,7 @@ def test_other_families_are_recognized(family: str) -> None:
     assert CudaGraphRunner(BoundModel(tiny_model(family, DTYPE), pack=False)).why_unavailable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_sampling(temperature: float) -> None:
     model = tiny_model("llama", torch.float32)

@@ -63,6 +63,7 @@ def test_weights_that_others_use_too_stay_where_they_are() -> None:
     assert [len(group.layers) for group in fused.groups] == [2, 3, 2]
 
 
+@pytest.mark.slow
 def test_one_compiled_layer_serves_for_all_and_for_all_numbers_of_rows() -> None:
     torch._dynamo.reset()
     counters.clear()

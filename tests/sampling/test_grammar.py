@@ -48,6 +48,7 @@ def lm() -> LM:
     return LM(model, tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("constraint", CONSTRAINTS, ids=lambda c: next(iter(c)))
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.3, "top_k": 0}], ids=["greedy", "sampled"])
 def test_the_tokens_of_transformers_with_the_same_constraint(lm: LM, constraint: Any, sampling: Any) -> None:

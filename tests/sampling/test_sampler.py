@@ -51,6 +51,7 @@ def lm(llama: PreTrainedModel) -> LM:
     return LM(llama)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", SETTINGS, ids=lambda arguments: "-".join(arguments))
 def test_every_way_to_sample_is_that_of_transformers(lm: LM, arguments: dict[str, Any]) -> None:
     for seed, prompt in enumerate(random_prompts(4, 23, 1)):
@@ -65,6 +66,7 @@ def test_every_way_to_sample_is_that_of_transformers(lm: LM, arguments: dict[str
         assert torch.equal(random_state(), after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_in_float64(family: str) -> None:
     lm = LM(tiny_model(family))
@@ -82,6 +84,7 @@ def left_padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_batch", [1, 2, 8])
 def test_ragged_batches_draw_as_one_padded_batch_does(llama: PreTrainedModel, max_batch: int) -> None:
     """Rows finish at different times and take slots after each other, and still get their own row's noise."""
@@ -197,6 +200,7 @@ def chi_square(counts: list[int], probabilities: list[float], draws: int) -> tup
     return total, freedom
 
 
+@pytest.mark.slow
 def test_the_distribution_is_the_models_own() -> None:
     """Without a word about seeds: pairs of tokens come as often as the model says, while guesses are accepted."""
     model = tiny_model("llama", vocab_size=12)

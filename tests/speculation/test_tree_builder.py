@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from lookfar.retrieval.recycle_table import NO_RECYCLING, RecycleTable
@@ -72,6 +73,7 @@ def paths(found: Candidates, owner: int) -> list[tuple[int, ...]]:
     return chosen
 
 
+@pytest.mark.slow
 @given(batches)
 @settings(max_examples=150)
 def test_all_prefixes_of_all_drafts_and_nothing_else(batch: Drafts) -> None:

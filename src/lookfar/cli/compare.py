@@ -60,7 +60,7 @@ def compare(
     if as_json:
         print(json.dumps(record, ensure_ascii=False))
     else:
-        _show(lm, record, runs["plain"][0], runs["strategy"][0], name_of(strategies))
+        _show(lm, record, runs["none"][0], runs["strategy"][0], name_of(strategies))
 
 
 def _decode(
@@ -69,7 +69,7 @@ def _decode(
     """Decode a prompt with both methods in turn, after a warm-up; each starts without what the other has left."""
     from lookfar.drafters.registry import name_of
 
-    methods: dict[str, tuple[Strategy, ...]] = {"plain": (), "strategy": strategies}
+    methods: dict[str, tuple[Strategy, ...]] = {"none": (), "strategy": strategies}
     runs: dict[str, list[Completion]] = {side: [] for side in methods}
     new = asked["max_new_tokens"]
     # The first forward passes of a process are slow, and CUDA graphs are captured when their size is first needed.
@@ -93,14 +93,14 @@ def _record(
     from lookfar.drafters.registry import name_of
 
     seconds = {side: median(done.stats.seconds for done in completions) for side, completions in runs.items()}
-    plain, fast = runs["plain"][0], runs["strategy"][0]
+    base, fast = runs["none"][0], runs["strategy"][0]
     every = [done for completions in runs.values() for done in completions]
-    other = next((done for done in every if done.token_ids != plain.token_ids), None)
+    other = next((done for done in every if done.token_ids != base.token_ids), None)
     return {
         "identical": other is None,
-        "speed_up": seconds["plain"] / seconds["strategy"],
-        "first_difference": None if other is None else _difference(lm, ids, plain.token_ids, other.token_ids),
-        "plain": _as_record(plain, seconds["plain"]),
+        "speed_up": seconds["none"] / seconds["strategy"],
+        "first_difference": None if other is None else _difference(lm, ids, base.token_ids, other.token_ids),
+        "none": _as_record(base, seconds["none"]),
         "strategy": {"name": name_of(strategies), "settings": [repr(one) for one in strategies]}
         | _as_record(fast, seconds["strategy"]),
     }
@@ -111,19 +111,19 @@ def _as_record(done: Completion, seconds: float) -> dict[str, Any]:
     return {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason, "stats": stats}
 
 
-def _difference(lm: LM, prompt: list[int], plain: list[int], other: list[int]) -> dict[str, float]:
+def _difference(lm: LM, prompt: list[int], base: list[int], other: list[int]) -> dict[str, float]:
     from lookfar.bench.differences import margin_after
     from lookfar.core.ids import first_difference
 
-    at = first_difference(plain, other) or 0
-    return {"token": at, "margin": margin_after(lm.model, prompt + plain[:at])}
+    at = first_difference(base, other) or 0
+    return {"token": at, "margin": margin_after(lm.model, prompt + base[:at])}
 
 
-def _show(lm: LM, record: dict[str, Any], plain: Completion, fast: Completion, name: str) -> None:
+def _show(lm: LM, record: dict[str, Any], base: Completion, fast: Completion, name: str) -> None:
     from lookfar.cli.colours import coloured
 
     out = Console(highlight=False)
-    for title, done in (("no speculation", plain), (name, fast)):
+    for title, done in (("no speculation", base), (name, fast)):
         text = coloured(lm.tokenizer, done.token_ids, done.stats.step_sizes)
         out.print(Panel(text, title=f"{title}: one colour per step", title_align="left"))
     table = Table("", "none", name, box=None, header_style="bold")
@@ -135,11 +135,11 @@ def _show(lm: LM, record: dict[str, Any], plain: Completion, fast: Completion, n
         ("seconds", "seconds", ".2f"),
         ("tokens per second", "tokens_per_second", ".1f"),
     ):
-        table.add_row(label, *(format(record[side]["stats"][key], form) for side in ("plain", "strategy")))
+        table.add_row(label, *(format(record[side]["stats"][key], form) for side in ("none", "strategy")))
     out.print(table)
     if record["identical"]:
         out.print(
-            f"[bold green]Identical[/]: the same {len(plain.token_ids)} tokens, {record['speed_up']:.2f}× the speed."
+            f"[bold green]Identical[/]: the same {len(base.token_ids)} tokens, {record['speed_up']:.2f}× the speed."
         )
     else:
         where = record["first_difference"]
