@@ -58,7 +58,7 @@ def pair(row: dict[str, Any], name: str, form: str = ".2f") -> str:
     return f"{number(row.get(name), form)} / {number(row.get(f'natural_{name}'), form)}"
 
 
-def gpu_speed(section: str = "speed") -> str:
+def gpu_speed() -> str:
     return table(
         ("", "tokens/s, all / natural", "tokens/step, all / natural", "rows/step", "host µs/step"),
         (
@@ -69,7 +69,7 @@ def gpu_speed(section: str = "speed") -> str:
                 number(row.get("rows_per_step"), ".0f"),
                 number(row.get("host_microseconds"), ".0f"),
             )
-            for row in read("gpu")[section]
+            for row in read("gpu")["speed"]
             if "tokens_per_second" in row or "host_microseconds" in row
         ),
     )
@@ -288,7 +288,6 @@ def bench() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "bench": bench,
     "gpu-speed": gpu_speed,
-    "gpu-speed-slower-host": lambda: gpu_speed("speed_slower_host"),
     "gpu-steps": gpu_steps,
     "gpu-products": gpu_products,
     "gpu-batches": gpu_batches,

@@ -7,7 +7,7 @@ keeps it from prompt to prompt (`/fresh`: emptied before each prompt). All outpu
 Prints a table and one JSON line. `--workers` decodes several cells of the table at once: tokens per step do not depend
 on the speed.
 
-`--sampling temperature=0.7,top_p=0.9` samples, prompt i with seed i, in both; `/blind` then ranks drafts without the
+`--sampling temperature=0.7,top_p=0.9` samples, prompt i with seed i, in both; `/no_noise` then ranks drafts without the
 noise that they will meet.
 """
 
@@ -67,7 +67,7 @@ def run_cell(suite: str, name: str, budget: int) -> dict[str, Any]:
     prompts = read_prompts(_lm, _options.data / f"{suite}.jsonl", _options.limit)
     outputs, stats = [], []
     strategy, rows = strategy_of(name.partition("/")[0], budget)
-    noise.LOOK_AHEAD = 0 if name.endswith("/blind") else LOOK_AHEAD
+    noise.LOOK_AHEAD = 0 if name.endswith("/no_noise") else LOOK_AHEAD
     _lm.forget()
     arguments = parse_arguments(_options.sampling)
     for seed, prompt in enumerate(prompts, _options.seed):

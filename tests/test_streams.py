@@ -37,16 +37,16 @@ def test_chunks_add_up_to_the_completion(lm: LM, options: dict[str, Any]) -> Non
     assert chunks[-1].stats.tokens == len(done.token_ids)
 
 
-def test_accepted_tokens_say_who_guessed_them(lm: LM) -> None:
+def test_accepted_tokens_have_a_source(lm: LM) -> None:
     lm.generate(TEXT, max_new_tokens=30)
     chunks = list(lm.stream(TEXT, max_new_tokens=30))
-    guessed = [source for chunk in chunks for source in chunk.sources[:-1]]
-    assert guessed
-    assert set(guessed) <= {"suffix", "store", "recycle"}
+    drafted = [source for chunk in chunks for source in chunk.sources[:-1]]
+    assert drafted
+    assert set(drafted) <= {"suffix", "store", "recycle"}
 
 
 def test_chunks_come_with_their_statistics(lm: LM) -> None:
-    """When a chunk is there, so are its rows; with the last one, so is whose guesses they were."""
+    """A chunk comes with its row counts, and the last one with the draft counts by source."""
     rows = 0
     for chunk in lm.stream(TEXT, max_new_tokens=30, budget=16):
         assert chunk.stats.rows >= rows + 1

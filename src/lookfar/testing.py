@@ -141,17 +141,17 @@ class _WatchedDrafter:
 
 def _check_exactness(strategy: Strategy, model: PreTrainedModel) -> None:
     """The tokens are those of decoding without drafts: alone and in a batch, greedy and sampled, cold and warm."""
-    lm, plain = LM(model, max_batch=2, prefill_chunk=16), LM(model, strategy="none")
+    lm, base = LM(model, max_batch=2, prefill_chunk=16), LM(model, strategy="none")
     watched = _Watched(strategy, _vocab_size(lm))
     for options in ({}, {"temperature": 0.9, "seed": 1}):
         for budget in (None, 8):
             asked = {"max_new_tokens": NEW_TOKENS, "budget": budget, **options}
-            expected = [plain.generate(prompt, max_new_tokens=NEW_TOKENS, **options).token_ids for prompt in PROMPTS]
+            expected = [base.generate(prompt, max_new_tokens=NEW_TOKENS, **options).token_ids for prompt in PROMPTS]
             for _ in range(2):
                 found = [lm.generate(prompt, strategy=watched, **asked).token_ids for prompt in PROMPTS]
                 _check(found == expected, f"{strategy.name}: the output equals decoding without drafts")
             batch = lm.generate(list(PROMPTS), strategy=watched, **asked)
-            alone = plain.generate(list(PROMPTS), max_new_tokens=NEW_TOKENS, **options)
+            alone = base.generate(list(PROMPTS), max_new_tokens=NEW_TOKENS, **options)
             same = [done.token_ids for done in batch] == [done.token_ids for done in alone]
             _check(same, f"{strategy.name}: the output of a batch equals decoding without drafts")
 

@@ -69,7 +69,7 @@ def test_the_fastest_wins_if_it_is_faster_on_prompts_kept_aside(
     assert said
     tried = {name for name, aside in calls if not aside}
     assert len(tried) == 4
-    assert {name for name, aside in calls if aside} == {"best", "defaults", "plain"}  # nobody practised on those
+    assert {name for name, aside in calls if aside} == {"best", "defaults", "none"}  # prompts that were kept aside
 
 
 def test_what_shone_in_practice_only_is_not_taken(lm: lookfar.LM, monkeypatch: pytest.MonkeyPatch) -> None:

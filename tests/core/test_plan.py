@@ -12,7 +12,7 @@ paths = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=8
 
 
 def spelled(tree: DraftTree, node: int) -> tuple[int, ...]:
-    """The tokens from the root to a node."""
+    """The tokens from the last token of the text to a node."""
     return () if node == ROOT else (*spelled(tree, int(tree.parents[node])), int(tree.tokens[node]))
 
 

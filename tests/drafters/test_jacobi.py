@@ -9,8 +9,8 @@ from lookfar.drafters.base import Outcome
 from lookfar.drafters.jacobi import Jacobi, JacobiDrafter
 
 
-def outcome(guess: list[int], answers: list[int], emitted: list[int]) -> Outcome:
-    return Outcome(emitted, DraftTree.from_paths([guess]), np.array(answers), np.zeros(0, np.int64))
+def outcome(draft: list[int], choices: list[int], emitted: list[int]) -> Outcome:
+    return Outcome(emitted, DraftTree.from_paths([draft]), np.array(choices), np.zeros(0, np.int64))
 
 
 def test_it_starts_from_the_end_of_the_prompt() -> None:
@@ -20,7 +20,7 @@ def test_it_starts_from_the_end_of_the_prompt() -> None:
 
 def test_nothing_settled_but_the_first() -> None:
     drafter = JacobiDrafter(Jacobi(block=3), [7, 8, 9])
-    # Answers to the root and to the three guesses: the first is emitted, the others are the next block.
+    # Choices after the last token and the three draft tokens: the first is emitted, the others are the next block.
     drafter.observe([7, 8, 9, 20], outcome([7, 8, 9], [20, 21, 22, 23], emitted=[20]))
     assert drafter.block == [21, 22, 23]
 

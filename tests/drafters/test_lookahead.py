@@ -35,7 +35,7 @@ def test_the_step_layout_row_by_row() -> None:
 
     # What the paper says, written down independently: name → (token, position, the other rows it sees).
     expected: dict[str, tuple[int, int, set[str]]] = {"root": (ROOT_TOKEN, P, set())}
-    # Two guesses of N−1 tokens that share their first token, each causal within itself.
+    # Two n-grams of N−1 tokens that share their first token, each causal within itself.
     expected["g51"] = (51, P + 1, {"root"})
     expected["g62"] = (62, P + 2, {"root", "g51"})
     expected["g63"] = (63, P + 3, {"root", "g51", "g62"})
@@ -48,7 +48,7 @@ def test_the_step_layout_row_by_row() -> None:
             seen = {"root"} | {f"0.{i}" for i in range(1, j + 1)} | {f"{below}.{j}" for below in range(1, level)}
             expected[f"{level}.{j}"] = (10 * level + j, P + level + j, seen)
 
-    # The most recent guess comes first, and the shared token is fed once: (W + 2)(N − 1) − 1 rows.
+    # The most recent n-gram comes first, and the shared token is fed once: (W + 2)(N − 1) − 1 rows.
     names = list(expected)
     assert len(rows) == len(names) == (W + 2) * (N - 1) - 1
     for row, name in enumerate(names):
@@ -83,19 +83,19 @@ def test_warm_up_takes_n_minus_2_steps(ngram: int, width: int) -> None:
     for step in range(ngram - 2):
         assert len(drafter.levels) == step + 1
         assert not any(drafter.pool.after(token) for token in range(1000))
-        riders = drafter.propose(ids, limit=9).window
-        assert len(riders) <= config.max_rows
+        window = drafter.propose(ids, limit=9).window
+        assert len(window) <= config.max_rows
         columns = width + ngram - 2 - step
-        assert riders.offsets.max(initial=0) <= columns - 1 + step
+        assert window.offsets.max(initial=0) <= columns - 1 + step
         before = [list(level) for level in drafter.levels]
         answers = [200 + 10 * step + c for c in range(columns)]
-        top = columns - (step == 0)  # at level 0 the first answer is the root's own
+        top = columns - (step == 0)  # at level 0 the first prediction is the last token's own
         ids.append(answers[0])
-        drafter.observe(ids, outcome([-1] * (len(riders) - top) + answers[columns - top :], root_choice=answers[0]))
+        drafter.observe(ids, outcome([-1] * (len(window) - top) + answers[columns - top :], root_choice=answers[0]))
         assert drafter.levels == [level[1:] for level in [*before, answers]]
     assert [len(level) for level in drafter.levels] == [width - 1] + [width] * (ngram - 2)
-    riders = drafter.propose(ids, limit=9).window
-    drafter.observe([*ids, 9], outcome(list(range(300, 300 + len(riders))), root_choice=9))
+    window = drafter.propose(ids, limit=9).window
+    drafter.observe([*ids, 9], outcome(list(range(300, 300 + len(window))), root_choice=9))
     assert len(drafter.pool.after(ids[-1])) == 1
 
 
@@ -123,13 +123,13 @@ def test_prompt_n_grams_and_those_of_the_growing_text() -> None:
     assert drafter.pool.after(3) == [(1, 2)]
     assert drafter.pool.after(2) == [(3, 1)]
     ids = [1, 2, 3, 1, 2, 4, 8, 9]
-    riders = drafter.propose(ids[:-2], limit=5).window
-    drafter.observe(ids, outcome([0] * len(riders), root_choice=8, emitted=[8, 9]))
+    window = drafter.propose(ids[:-2], limit=5).window
+    drafter.observe(ids, outcome([0] * len(window), root_choice=8, emitted=[8, 9]))
     assert drafter.pool.after(2)[0] == (4, 8)
     assert drafter.pool.after(4)[0] == (8, 9)
 
 
-def test_guesses_are_cut_to_the_tokens_that_can_still_be_emitted() -> None:
+def test_drafts_are_cut_to_the_tokens_that_can_still_be_emitted() -> None:
     drafter = LookaheadDrafter(Lookahead(window=2, ngram=5), [1, 2, 3, 4, 5, 1])
     assert drafter.propose([1, 2, 3, 4, 5, 1], limit=2).drafts.tolist() == [[2, 3]]
 
@@ -139,8 +139,8 @@ def test_no_step_has_more_rows_than_promised(config: Lookahead) -> None:
     drafter = LookaheadDrafter(config, [1, 2, 3])
     widest, ids = 0, [1, 2, 3]
     for _ in range(config.ngram + 2):
-        riders = drafter.propose(ids, limit=99).window
-        widest = max(widest, len(riders))
+        window = drafter.propose(ids, limit=99).window
+        widest = max(widest, len(window))
         ids.append(4)
-        drafter.observe(ids, outcome([5] * len(riders), root_choice=4))
+        drafter.observe(ids, outcome([5] * len(window), root_choice=4))
     assert widest == config.max_rows - config.guesses * (config.ngram - 1)

@@ -418,7 +418,7 @@ def test_long_prompts_as_embeddings_are_read_in_pieces(llama: PreTrainedModel) -
 
 
 def test_going_on_from_a_cache(pair: Pair) -> None:
-    """A chat: every turn continues from the keys and values of the last one, whoever made them."""
+    """A chat: every turn continues from the KV of the last one, by lookfar or by transformers."""
     for order in ("ours", "theirs"):
         text, cache = one(), None
         for turn in range(3):

@@ -72,15 +72,15 @@ HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # the interpreter k
         (torch.float32, 71, 1, (16, 16), [300], [20], {}),  # more query heads than a tile has room for
         (torch.float32, 2, 1, (16, 16), [200], [80], {"window": 100}),  # more rows than the small chunks are for
         (torch.float32, 2, 1, (16, 16), [124], [30], {}),  # rows of one tile whose far keys end at different places
-        (torch.float32, 2, 1, (16, 16), [2900], [4], {"cells": 3000}),  # chunks of two sizes
-        (torch.float32, 1, 1, (16, 16), [10_000], [2], {"cells": 10_100}),  # and of three
+        (torch.float32, 2, 1, (16, 16), [2900], [4], {"positions": 3000}),  # chunks of two sizes
+        (torch.float32, 1, 1, (16, 16), [10_000], [2], {"positions": 10_100}),  # and of three
         (torch.float32, 2, 1, (128, 128), [300], [9], {}),  # wide rows, taken in smaller blocks
         (HALF, 2, 1, (192, 256), [300], [9], {}),
-        (HALF, 4, 1, (32, 32), [600], [58], {"cells": 700}),  # 64 rows have chunks of their own
+        (HALF, 4, 1, (32, 32), [600], [58], {"positions": 700}),  # 64 rows have chunks of their own
         (HALF, 4, 2, (64, 64), [300, 97, 5], [20, 31, 2], {"sinks": True}),
     ],
 )
-def test_kernels_and_twin_agree(
+def test_kernels_and_references_agree(
     dtype: torch.dtype,
     group: int,
     heads: int,
@@ -93,7 +93,9 @@ def test_kernels_and_twin_agree(
     used = sum(map(len, plans))
     rows = used + 3
     table = torch.from_numpy(table_of(plans, rows, int(options.get("window", 0)), int(options.get("chunk", 0))))
-    query, keys, values, sinks = tensors(plans, rows, group, heads, *dims, dtype, int(options.get("cells", POSITIONS)))
+    query, keys, values, sinks = tensors(
+        plans, rows, group, heads, *dims, dtype, int(options.get("positions", POSITIONS))
+    )
     rest = (
         table[:, None].to(DEVICE),
         sinks if "sinks" in options else None,
@@ -115,7 +117,7 @@ def test_chunks_cover_every_key_once(chunk: int) -> None:
 
 
 def test_the_twin_attends_like_torch() -> None:
-    """A chain is plain causal attention."""
+    """A tree without branches is causal attention."""
     plans = [RequestPlan(np.arange(6), 20)]
     query, keys, values, _ = tensors(plans, 6, 2, 2, 16, 16, torch.float32)
     found = reference.attend(
@@ -129,11 +131,11 @@ def test_the_twin_attends_like_torch() -> None:
 
 @pytest.mark.parametrize("cached", [3, 40, 95, 300])
 def test_a_row_is_the_same_to_the_last_bit_whatever_lies_beside_it(cached: int) -> None:
-    """The row of a token after a path: as a node among others, and as the root of a later step."""
+    """The row of a token after a path: as a node among others, and as the last token of a later step."""
     path = list(range(1, 9))
     wrong = [[90 + i, 80 + i, 70 + i] for i in range(12)]
     tree = DraftTree.from_paths([*wrong[:5], path, *wrong[5:]])
-    last = 4 + len(tree) - 1  # behind the root's row
+    last = 4 + len(tree) - 1  # behind the last token's row
     branched = RequestPlan(np.arange(4), cached, tree=tree)
     straight = RequestPlan(np.arange(4 + len(path)), cached)
     other = RequestPlan(np.arange(3), 77)

@@ -113,7 +113,7 @@ def test_a_complete_part_needs_no_more(server: Server) -> None:
     assert server.asked == [f"bytes={len(server.content)}-"]
 
 
-def test_a_damaged_file_is_refused_and_fetched_anew(server: Server) -> None:
+def test_a_damaged_file_is_refused_and_fetched_again(server: Server) -> None:
     right = server.content
     server.content = b"x" + right[1:]
     with pytest.raises(DemoError, match="damaged or not the expected file"):

@@ -47,8 +47,8 @@ def test_scores_without_a_number_are_told() -> None:
     logits = torch.randn(2, 100, device=DEVICE)
     logits[1, 3] = torch.nan
     noise = torch.ones(100, device=DEVICE)
-    drawn = sample(logits, torch.tensor([noise.data_ptr()] * 2, device=DEVICE))
-    assert drawn.tolist() == [int(logits[0].argmax()), NO_TOKEN]
+    sampled = sample(logits, torch.tensor([noise.data_ptr()] * 2, device=DEVICE))
+    assert sampled.tolist() == [int(logits[0].argmax()), NO_TOKEN]
 
 
 def test_processors_that_do_the_same_are_one() -> None:
@@ -80,7 +80,7 @@ def test_processors_that_do_the_same_are_one() -> None:
 )
 @pytest.mark.parametrize("strategy", ["none", "auto"])
 def test_drawn_in_graphs(how: dict[str, Any], strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `generate` samples; after the first steps of a kind nothing is drawn by the host any more."""
+    """As `generate` samples; after the first steps of a kind nothing is sampled on the host."""
     calls: list[int] = []
     by_host = Sampler.choose_rows
 

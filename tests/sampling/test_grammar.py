@@ -64,7 +64,7 @@ def test_the_tokens_of_transformers_with_the_same_constraint(lm: LM, constraint:
             **sampling,
         )[0, ids.shape[1] :].tolist()
         lm.forget()
-        # A budget by hand: with an automatic one, a model as fast as this one may be better off without guesses.
+        # A fixed budget: with an automatic one, speculation may be off for a model as fast as this one.
         done = lm.generate("Tell me.", max_new_tokens=120, seed=seed, budget=32, **constraint, **sampling)
         assert done.token_ids == expected
         assert done.finish_reason == "stop"

@@ -1,4 +1,4 @@
-"""Noise belongs to places: drawn in the order of `generate`, found again whenever it is needed."""
+"""Noise belongs to positions: drawn in the order of `generate`, and available again whenever it is needed."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_a_processor_is_called_once_for_each_token_in_order(lm: LM) -> None:
     prompt = random_prompts(9)[0]
     theirs, ours = Stateful(), Stateful()
     expected = sampled(lm.model, prompt, 30, 5, temperature=0.3, logits_processor=LogitsProcessorList([theirs]))
-    lm.generate(prompt, max_new_tokens=30, seed=5, temperature=0.3)  # something to guess from
+    lm.generate(prompt, max_new_tokens=30, seed=5, temperature=0.3)  # something to draft from
     done = lm.generate(prompt, max_new_tokens=30, seed=5, temperature=0.3, logits_processor=[ours])
     assert done.token_ids == expected
     assert ours.calls == theirs.calls
@@ -190,9 +190,9 @@ def test_penalties_do_not_count_the_prompt() -> None:
 
 def chi_square(counts: list[int], probabilities: list[float], draws: int) -> tuple[float, int]:
     """The statistic and its degrees of freedom, with rare outcomes taken together."""
-    cells = sorted(zip(probabilities, counts, strict=True))
+    bins = sorted(zip(probabilities, counts, strict=True))
     total, freedom, rare, seen = 0.0, -1, 0.0, 0
-    for probability, count in cells:
+    for probability, count in bins:
         rare, seen = rare + probability, seen + count
         if rare * draws >= 8:
             total += (seen - rare * draws) ** 2 / (rare * draws)
@@ -202,7 +202,7 @@ def chi_square(counts: list[int], probabilities: list[float], draws: int) -> tup
 
 @pytest.mark.slow
 def test_the_distribution_is_the_models_own() -> None:
-    """Without a word about seeds: pairs of tokens come as often as the model says, while guesses are accepted."""
+    """Without seeds, pairs of tokens are as frequent as the model's probabilities, while drafts are accepted."""
     model = tiny_model("llama", vocab_size=12)
     lm = LM(model, max_batch=64, budget=8)
     prompt = [3, 4, 5]
@@ -245,8 +245,8 @@ def test_calls_that_share_a_step_keep_their_own_noise(lm: LM) -> None:
     assert got == expected
 
 
-def test_guesses_meet_the_noise_they_were_ranked_with(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the model's predictions are known, the coming tokens can be told: most guesses come true."""
+def test_drafts_meet_the_noise_they_were_ranked_with(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the model's predictions are known, so are the next tokens: most drafts are accepted."""
     prompt = random_prompts(12)[0]
 
     def tokens_per_step(ahead: int) -> float:

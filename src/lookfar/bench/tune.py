@@ -123,18 +123,18 @@ class Search:
         """Compare the fastest candidate with the defaults and with no speculation, on other prompts."""
         auto = auto_strategies()
         winner = Candidate(best.strategies, best.budget, "best")
-        defaults, plain = Candidate(auto, "auto", "defaults"), Candidate((), None, "plain")
-        for one in (winner, defaults, plain):
+        defaults, none = Candidate(auto, "auto", "defaults"), Candidate((), None, "none")
+        for one in (winner, defaults, none):
             one.method.forget(self.lm)
         for number, prompt in enumerate(prompts):
             if number and perf_counter() > self.deadline:
                 break
-            for one in (winner, defaults, plain):
+            for one in (winner, defaults, none):
                 one.run(self.lm, prompt, self.max_new_tokens)
         gain = winner.rate / defaults.rate
         chosen, speed_up = (best, gain) if gain >= MIN_GAIN else (Candidate(auto, "auto"), 1.0)
-        over_none = (winner if gain >= MIN_GAIN else defaults).rate / plain.rate
+        over_none = (winner if gain >= MIN_GAIN else defaults).rate / none.rate
         if over_none < 1.0:
-            chosen, speed_up, over_none = Candidate((), None), plain.rate / defaults.rate, 1.0
+            chosen, speed_up, over_none = Candidate((), None), none.rate / defaults.rate, 1.0
         self.say(f"on other prompts: {chosen.name}, {speed_up:.2f}× the defaults, {over_none:.2f}× no speculation")
         return Profile(chosen.strategies, chosen.budget, speed_up, over_none)

@@ -1,8 +1,8 @@
 """The driver: one thread that steps an engine while there is work, for any number of callers.
 
-Callers submit requests and read their outputs from a bounded queue. A reader that falls behind stops nobody: when its
-queue is full, its requests are paused and give up their place in the KV cache; they go on when it reads again, and
-nothing is lost.
+Callers submit requests and read their outputs from a bounded queue. A reader that falls behind does not stop others:
+when its queue is full, its requests are paused and give up their place in the KV cache; they go on when it reads again,
+and nothing is lost.
 """
 
 from __future__ import annotations

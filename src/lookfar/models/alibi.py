@@ -38,7 +38,7 @@ def positions_as_bias(model: PreTrainedModel, masks: StepMasks) -> Iterator[None
 
     def hook(block: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if get_ident() != thread:
-            return args, kwargs  # a forward pass of somebody else's
+            return args, kwargs  # another caller's forward pass
         if not made:
             bias = _read_at(kwargs[argument], masks)
             made.update({argument: bias, "attention_mask": _mask(model.config, masks, bias, args[0].dtype)})

@@ -47,15 +47,15 @@ class SpeculationController:
         self._interval = self._first
         self._trial = 0  # steps left of a trial of the other mode
 
-    def decide(self, plain_rate: float) -> bool:
+    def decide(self, base_rate: float) -> bool:
         """Decide whether the next step speculates.
 
-        `plain_rate` is the expected rate of steps without speculation if the host took no time.
+        `base_rate` is the expected rate of steps without speculation if the host took no time.
         """
         if self._trial:
             return not self.speculating
         if self._wait <= 0:
-            if not self.speculating or plain_rate > self._rates[True].value:
+            if not self.speculating or base_rate > self._rates[True].value:
                 other = not self.speculating
                 self._trial = self._steps[other]
                 self._rates[other] = Rate(self._steps[other])

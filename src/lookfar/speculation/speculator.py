@@ -68,8 +68,8 @@ class Speculator:
         controller = self.controllers[size]
         if prefills:
             return StepRecord(batch, controller.speculating, prefills, controller)
-        plain_rate = len(requests) / self.costs.seconds_for(len(requests))
-        return StepRecord(batch, controller.decide(plain_rate), prefills, controller)
+        base_rate = len(requests) / self.costs.seconds_for(len(requests))
+        return StepRecord(batch, controller.decide(base_rate), prefills, controller)
 
     def observe(self, walks: Seq[Walk | None], result: StepChoices) -> None:
         """Show the outcome of the planned step to the drafters. An error of a drafter fails its request."""

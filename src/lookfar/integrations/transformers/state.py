@@ -1,4 +1,4 @@
-"""The lookfar state of a model: what is kept on a model that somebody else owns."""
+"""The lookfar state of a model: what is kept on a model of the user's."""
 
 from __future__ import annotations
 
