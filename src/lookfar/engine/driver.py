@@ -20,6 +20,7 @@ import torch
 from lookfar.engine.engine import Engine
 from lookfar.engine.outputs import RequestResult, StepOutput
 from lookfar.engine.request import Request
+from lookfar.engine.thread_pool import release_thread_pool
 from lookfar.errors import LookfarError
 
 QUEUE_LIMIT = 64  # outputs of one request that wait for their reader
@@ -54,6 +55,7 @@ class Submission:
         """
         if not self._unfinished:
             return None
+        release_thread_pool()
         output = self._queue.get()
         if output is None or self.is_cancelled:
             self._queue.put(None)  # for other readers
@@ -230,6 +232,7 @@ def _drive(driver_of: ref[Driver], inbox: SimpleQueue[Message | None]) -> None:
     """Run a driver. While it is idle, the thread does not keep it alive."""
     torch.set_grad_enabled(False)  # of this thread
     while True:
+        release_thread_pool()
         message = inbox.get()
         driver = driver_of()
         if driver is None or message is None:
