@@ -58,7 +58,7 @@ class Stream(Iterator[Chunk]):
         self._texts = [detokenizer(tokenizer) for _ in requests]
         self._stats = [Stats(prompt_tokens=len(request.prompt)) for request in requests]
         self._noise = noise_of(requests)
-        self._closed = False
+        self._started = self._closed = False
         self._lock = RLock()
 
     def __iter__(self) -> Stream:
@@ -84,6 +84,7 @@ class Stream(Iterator[Chunk]):
                     if not self._sources:
                         return None
                     self._source = self._sources.pop(0)()
+                    self._started = True
                 source = self._source
             output = source.next_output()
             if output is not None:
@@ -107,14 +108,17 @@ class Stream(Iterator[Chunk]):
 
     def close(self) -> None:
         """Cancel what is not finished; from any thread, any number of times."""
+        self._close(wait=True)
+
+    def _close(self, wait: bool) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             source = self._source
         if source is not None:
-            source.cancel()
-        if self._noise is not None and any(stats.steps for stats in self._stats):
+            source.cancel(wait)
+        if self._noise is not None and self._started:
             self._noise.finish(max(stats.tokens for stats in self._stats))
 
     def __enter__(self) -> Stream:
@@ -125,7 +129,7 @@ class Stream(Iterator[Chunk]):
 
     def __del__(self) -> None:
         if "_closed" in vars(self):
-            self.close()
+            self._close(wait=False)  # the collector may run anywhere, also in a thread that the driver waits for
 
 
 def noise_of(requests: Seq[Request]) -> SamplingNoise | None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from filelock import FileLock
 
+LOCK_SECONDS = 5.0  # to wait for another process that updates a file
+
 
 def replace_file(path: Path, parts: Iterable[bytes]) -> None:
     """Write a temporary file beside `path` and rename it; on an `OSError` the old file is unchanged."""
@@ -35,7 +37,10 @@ def read_json(path: Path) -> Any:
 
 
 def update_json(path: Path, update: Callable[[Any], Any]) -> None:
-    """Replace a JSON file's contents by `update(contents)` under a lock; `contents` is None for a new file."""
+    """Replace a JSON file's contents by `update(contents)` under a lock; `contents` is None for a new file.
+
+    Raises an `OSError` if the file cannot be written, or another process holds the lock for long.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
+    with FileLock(f"{path}.lock", timeout=LOCK_SECONDS):
         replace_file(path, [json.dumps(update(read_json(path)), indent=1).encode()])

@@ -11,12 +11,13 @@ import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
 from queue import SimpleQueue
-from threading import Event, RLock, Thread, get_ident
+from threading import Event, Thread, get_ident
 from typing import Any
 from weakref import WeakSet, finalize, ref
 
 import torch
 
+from lookfar.core.locks import fork_safe_lock
 from lookfar.engine.engine import Engine
 from lookfar.engine.outputs import RequestResult, StepOutput
 from lookfar.engine.request import Request
@@ -39,6 +40,7 @@ class Submission:
         self.handles: list[int] = []
         self.is_cancelled = False
         self._driver = driver
+        self._process = os.getpid()
         self._unfinished = len(requests)
         self._queue: SimpleQueue[StepOutput | None] = SimpleQueue()
         self._limit = QUEUE_LIMIT * len(requests)
@@ -55,6 +57,10 @@ class Submission:
         """
         if not self._unfinished:
             return None
+        if self._driver.is_current_thread:
+            raise LookfarError("A request cannot wait for another one of the same LM: read the stream outside of it.")
+        if self._process != os.getpid():
+            raise LookfarError("This stream belongs to the parent process: start a new one.")
         release_thread_pool()
         output = self._queue.get()
         if output is None or self.is_cancelled:
@@ -64,6 +70,8 @@ class Submission:
             self._paused = False
             self._driver.post(self._resume)
         self._unfinished -= output.is_last
+        if not self._unfinished:
+            self._queue.put(None)  # for other readers
         if output.error is not None:
             self.cancel()
             raise output.error
@@ -91,8 +99,11 @@ class Submission:
             if self._queue.qsize() <= self._limit // 2:
                 self._paused = False  # the reader has caught up meanwhile, and did not see the flag
             else:
-                for handle in self.handles:
-                    self._driver.engine.pause(handle)
+                try:
+                    for handle in self.handles:
+                        self._driver.engine.pause(handle)
+                except Exception:  # no memory for a copy of its KV: decode on, and try again with the next output
+                    self._paused = False
 
     def _resume(self) -> None:
         for handle in reversed(self.handles):  # each goes to the front of the queue
@@ -104,9 +115,10 @@ class Driver:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._inbox: SimpleQueue[Message | None] = SimpleQueue()
-        self._lock = RLock()  # a stream that is collected meanwhile posts its cancellation
+        self._inbox: SimpleQueue[Message | None] = SimpleQueue()  # of the present thread
+        self._lock = fork_safe_lock()  # reentrant: a stream that is collected meanwhile posts its cancellation
         self._thread: Thread | None = None
+        self._ending: Thread | None = None  # the one before
         self._process = os.getpid()
         self._submissions: dict[int, Submission] = {}  # by handle of their requests
         _drivers.add(self)
@@ -132,10 +144,12 @@ class Driver:
         done = Event()
 
         def cancel() -> None:
-            for handle in submission.handles:
-                self.engine.cancel(handle)
-                self._submissions.pop(handle, None)
-            done.set()
+            try:
+                for handle in submission.handles:
+                    self._submissions.pop(handle, None)
+                    self.engine.cancel(handle)
+            finally:
+                done.set()
 
         with self._lock:
             if self._thread is None or not self._thread.is_alive():  # closed, or the program ends
@@ -166,36 +180,42 @@ class Driver:
                 self._forget_parent()
             self._inbox.put(message)
             if self._thread is None or not self._thread.is_alive():
-                self._thread = Thread(target=_drive, args=(ref(self), self._inbox), name="lookfar", daemon=True)
+                arguments = ref(self), self._inbox, self._ending
+                self._thread = Thread(target=_drive, args=arguments, name="lookfar", daemon=True)
                 self._thread.start()
                 finalize(self, self._inbox.put, None)
 
     def close(self) -> None:
         """Stop the thread after the step that is under way; requests that are not finished get an error."""
         with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None and thread.is_alive() and not self.is_current_thread:
+            thread, inside = self._thread, self.is_current_thread
+            if thread is None or not thread.is_alive():
+                return
             self._inbox.put(self._abort)
             self._inbox.put(None)
+            self._thread, self._ending, self._inbox = None, thread, SimpleQueue()
+        if not inside:
             thread.join(CLOSE_SECONDS)
 
-    def run(self, message: Message | None) -> bool:
+    def run(self, message: Message | None, inbox: SimpleQueue[Message | None]) -> bool:
         """Handle a message and step until there is no work left; False if the thread has to end."""
         while message is not None:
-            message()
-            while self.engine.has_work and self._inbox.empty():
-                self._step()
-            if self._inbox.empty():
-                self.engine.settle()
-                return True
-            message = self._inbox.get()
+            try:
+                message()
+                while self.engine.has_work and inbox.empty():
+                    self._step()
+                if inbox.empty():
+                    self.engine.settle()
+                    return True
+            except BaseException as error:  # a fault of the engine: nothing can go on from here
+                self._deliver(self.engine.abort(error))
+            message = inbox.get()
         return False
 
     def _step(self) -> None:
-        try:
-            outputs = self.engine.step()
-        except BaseException as error:  # a fault of the engine: nothing can go on from here
-            outputs = self.engine.abort(error)
+        self._deliver(self.engine.step())
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
             submission = self._submissions.get(output.handle)
             if submission is not None:
@@ -216,20 +236,20 @@ class Driver:
             self._submissions[handle] = submission
 
     def _abort(self) -> None:
-        for output in self.engine.abort(LookfarError("The engine was closed: make a new LM to decode.")):
-            if (submission := self._submissions.pop(output.handle, None)) is not None:
-                submission.deliver(output)
+        self._deliver(self.engine.abort(LookfarError("The engine was closed before the request ended: submit it again.")))
 
     def _forget_parent(self) -> None:
         """Start over in a forked process: the thread and the callers are the parent's."""
-        self._process, self._thread = os.getpid(), None
+        self._process, self._thread, self._ending = os.getpid(), None, None
         self._inbox = SimpleQueue()
         self._submissions.clear()
         self.engine.abort(LookfarError("The request belongs to the parent process."))
 
 
-def _drive(driver_of: ref[Driver], inbox: SimpleQueue[Message | None]) -> None:
-    """Run a driver. While it is idle, the thread does not keep it alive."""
+def _drive(driver_of: ref[Driver], inbox: SimpleQueue[Message | None], before: Thread | None) -> None:
+    """Run a driver, after the thread `before`. While it is idle, the thread does not keep the driver alive."""
+    if before is not None:
+        before.join()
     torch.set_grad_enabled(False)  # of this thread
     while True:
         release_thread_pool()
@@ -239,7 +259,7 @@ def _drive(driver_of: ref[Driver], inbox: SimpleQueue[Message | None]) -> None:
             return
         if driver.engine.runner.model.device.type == "cuda":
             torch.cuda.set_device(driver.engine.runner.model.device)
-        if not driver.run(message):
+        if not driver.run(message, inbox):
             return
         del driver, message
 

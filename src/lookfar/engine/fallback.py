@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from queue import Empty, Queue
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from time import perf_counter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
@@ -23,6 +25,7 @@ from lookfar.sampling.sampler import race
 QUEUE_LIMIT = 64  # outputs that wait for their reader; then decoding waits
 
 OnOutput = Callable[[StepOutput], None]
+_streams: WeakSet[FallbackStream] = WeakSet()
 
 
 class _Recorder(BaseStreamer):
@@ -132,8 +135,12 @@ class FallbackStream:
         self._requests = requests  # by index
         self._cancelled = Event()
         self._queue: Queue[StepOutput | BaseException | None] = Queue(QUEUE_LIMIT)
+        kind = model.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._autocast = torch.autocast(kind, dtype) if dtype is not None else nullcontext()  # of the caller's thread
         self._worker = Thread(target=self._work, daemon=True)
         self._worker.start()
+        _streams.add(self)
 
     def __iter__(self) -> Iterator[StepOutput]:
         while (output := self.next_output()) is not None:
@@ -157,14 +164,15 @@ class FallbackStream:
             while True:
                 self._queue.get_nowait()  # a worker that waits for room goes on
         self._queue.put(None)
-        if wait:
+        if wait and self._worker is not current_thread():
             self._worker.join()
 
     def _work(self) -> None:
         try:
-            for index, request in self._requests.items():
-                if not self._cancelled.is_set():
-                    decode_with_transformers(self._model, request, index, self._put, self._cancelled)
+            with self._autocast:
+                for index, request in self._requests.items():
+                    if not self._cancelled.is_set():
+                        decode_with_transformers(self._model, request, index, self._put, self._cancelled)
             self._put(None)
         except BaseException as error:
             self._put(error)
@@ -172,3 +180,10 @@ class FallbackStream:
     def _put(self, item: StepOutput | BaseException | None) -> None:
         if not self._cancelled.is_set():
             self._queue.put(item)
+
+
+@atexit.register
+def _cancel_all() -> None:
+    """End all threads before the interpreter does: a thread inside torch would bring it down."""
+    for stream in list(_streams):
+        stream.cancel()

@@ -48,11 +48,10 @@ class StepOutput(NamedTuple):
 
     @property
     def sources(self) -> list[str]:
-        """The source of each token; "model" for the last one, the bonus token."""
-        if not self.tokens:
-            return []
-        tree = self.fed.tree if self.fed is not None else None
-        return [tree.source(node) for node in self.accepted if tree is not None] + ["model"]
+        """The source of each token; "model" for the last one, the bonus token, and where it is not known."""
+        if self.fed is None:
+            return ["model"] * len(self.tokens)
+        return [self.fed.tree.source(node) for node in self.accepted] + ["model"] if self.tokens else []
 
     @property
     def num_rows(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from copy import copy
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -238,12 +239,14 @@ class Scheduler:
         for state in reversed(running):
             in_step = state in batch.requests
             if not state.is_finished and (not retry or (in_step and len(batch) == 1)):
-                state.fail(error)
+                state.fail(error if len(running) == 1 else _own(error))
             if state.is_finished:
                 self._ended.append(_last_output(state))
                 continue
             if tokens := state.deliver():  # the step failed after they were accepted
-                self._ended.append(StepOutput(state.handle, state.index, state.stats.steps, tokens))
+                output = StepOutput(state.handle, state.index, state.stats.steps, tokens)
+                stats = state.stats
+                self._ended.append(output._replace(elapsed=stats.seconds, reused_tokens=stats.reused_tokens))
             state.retried = state.retried or in_step
             self._wait_first(state)
         return self.take_ended()
@@ -254,7 +257,7 @@ class Scheduler:
         for queue in (self.retrying, self.waiting, self.paused):
             queue.clear()
         for state in states:
-            state.fail(error)
+            state.fail(_own(error))
         return self.take_ended() + [_last_output(state) for state in states]
 
     def _abandon(self) -> list[RequestState]:
@@ -293,3 +296,13 @@ def _last_output(state: RequestState) -> StepOutput:
     return StepOutput(
         state.handle, state.index, state.stats.steps, tokens, finish_reason=reason, result=result, error=state.error
     )
+
+
+def _own(error: BaseException) -> BaseException:
+    """Return a copy of an error for one of several requests: each caller adds its own traceback when it is raised."""
+    try:
+        own = copy(error)
+    except Exception:
+        return error
+    own.__cause__ = error
+    return own

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
 from threading import get_ident
+from types import MethodType
 from typing import Any
 
 import psutil
@@ -29,7 +30,7 @@ class PackedLinears:
         self.layers: list[nn.Module] = [layer for layer in model.modules() if _can_pack(layer)]
         self.thread = 0  # the one whose calls use the packed weights
         self._packed: dict[int, tuple[int, torch.Tensor]] = {}  # address of the weight → its version, packed
-        self._forwards: list[Callable[[torch.Tensor], torch.Tensor]] = [_forward(self, layer) for layer in self.layers]
+        self._forwards = [PackedForward(self, layer) for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +66,7 @@ def forwards_replaced(layers: Seq[nn.Module], forwards: Seq[Callable[..., Any]])
         yield
     finally:
         for layer in layers:
-            del layer.__dict__["forward"]
+            layer.__dict__.pop("forward", None)  # another LM of the same model may have removed it
 
 
 def pack_by_default(model: PreTrainedModel) -> bool:
@@ -88,15 +89,25 @@ def weight_of(layer: nn.Module) -> torch.Tensor:
     return weight
 
 
-def _forward(packed: PackedLinears, layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    linear = torch.ops.mkldnn._linear_pointwise
+class PackedForward:
+    """The forward method of a layer with its packed weight, in calls of the thread that decodes."""
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def __init__(self, packed: PackedLinears, layer: nn.Module) -> None:
+        self.packed = packed
+        self.layer = layer
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor
-        if get_ident() != packed.thread:  # another thread uses the model meanwhile
-            result = type(layer).forward(layer, x)
+        if get_ident() != self.packed.thread:  # another thread uses the model meanwhile
+            result = type(self.layer).forward(self.layer, x)
         else:
-            result = linear(x, packed.packed_weight(layer), layer.bias, "none", [], "")
+            weight = self.packed.packed_weight(self.layer)
+            result = torch.ops.mkldnn._linear_pointwise(x, weight, self.layer.bias, "none", [], "")
         return result
 
-    return forward
+    def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
+        """A copy of the model that is made meanwhile gets the layer's own method."""
+        return MethodType(type(self.layer).forward, memo.get(id(self.layer), self.layer))
+
+    def __reduce__(self) -> Any:
+        return MethodType, (type(self.layer).forward, self.layer)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence as Seq
 from pathlib import Path
-from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s
+from lookfar.core.locks import fork_safe_lock
 from lookfar.errors import StoreError
 from lookfar.retrieval.store_file import StoreContents, read_store_file, tokenizer_fingerprint, write_store_file
 from lookfar.retrieval.suffix_index import END, SuffixIndex
@@ -40,7 +40,7 @@ class DraftStore:
         self.tokenizer = tokenizer
         self.index = SuffixIndex(max_tokens, CHAINED_LENGTHS)
         self.trie = CountedTrie(BRANCH_LENGTH, max_nodes)
-        self._lock = RLock()
+        self._lock = fork_safe_lock()
 
     @property
     def tokens(self) -> int:

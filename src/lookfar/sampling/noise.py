@@ -10,28 +10,28 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from threading import RLock
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from lookfar.core.arrays import Floats
+from lookfar.core.locks import fork_safe_lock
 
 KEPT_BYTES = 256 << 20  # noise kept for requests that lag behind; dropped noise is drawn again when needed
 LOOK_AHEAD = 8  # positions that drafts are ranked for; as many behind them are prefetched while a GPU works
 LOOK_AHEAD_BYTES = 64 << 20
 
 _borrowed: WeakValueDictionary[int, SamplingNoise] = WeakValueDictionary()  # by the id of the generator
-_borrowing = RLock()
+_borrowing = fork_safe_lock()
 
 
 class SamplingNoise:
     """The noise of one call with `batch` requests, in the order in which `generate` would draw it.
 
-    A call borrows the state of its generator and puts it back where `generate` would leave it. While another call has
-    borrowed the same generator, a call draws a seed from the generator instead, so concurrent calls get streams of
-    their own.
+    A call borrows the state of its generator and puts it back where `generate` would leave it, unless the generator was
+    seeded or used meanwhile. While another call has borrowed the same generator, a call draws a seed from the generator
+    instead, so concurrent calls get streams of their own.
     """
 
     def __init__(self, batch: int, device: torch.device, generator: torch.Generator | None = None) -> None:
@@ -70,7 +70,8 @@ class SamplingNoise:
             self._draw(position)
         with _borrowing:
             if _borrowed.get(id(self.source)) is self:
-                self.source.set_state(self._states[steps])
+                if torch.equal(self.source.get_state(), self._states[0]):  # otherwise it was seeded or used meanwhile
+                    self.source.set_state(self._states[steps])
                 del _borrowed[id(self.source)]
 
     def at(self, position: int, row: int, width: int) -> torch.Tensor:

@@ -55,7 +55,7 @@ def draft_trees(
     for place, (request, rows) in enumerate(zip(requests, plans, strict=True)):
         try:
             proposals = propose(place, request, rows)
-        except Exception as error:  # a drafter of another package
+        except BaseException as error:  # a drafter of another package
             request.fail(error)
             continue
         if proposals is not None:

@@ -88,7 +88,7 @@ class Speculator:
             if request.speculation.drafters and (step.speculates or prefilled or request.is_finished):
                 try:
                     show_outcome(i, request, step.plan, walk, result)
-                except Exception as error:  # a drafter of another package
+                except BaseException as error:  # a drafter of another package
                     request.fail(error)
         self._unlearned.append(step)
         if finished:
