@@ -1,4 +1,4 @@
-"""What past texts bring: tokens per step without any, with answers to other questions, and the second time.
+"""The gain from past texts: tokens per step without a store, with answers to other questions, and in a second pass.
 
     python benchmarks/warm_store.py --data DIR --suite gsm8k --limit 40
 

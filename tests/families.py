@@ -171,7 +171,7 @@ TREES: dict[str, dict[str, Any]] = {
 }
 
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
-PLAIN: dict[str, dict[str, Any]] = {
+FALLBACK: dict[str, dict[str, Any]] = {
     "mamba": {},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
     "falcon_mamba": {},
@@ -198,7 +198,7 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) ->
     if family == "falcon":
         del settings["head_dim"]  # derived there
     attention = changes.pop("attention", None)
-    settings |= TOKENS | TREES.get(name, {}) | PLAIN.get(name, {}) | changes
+    settings |= TOKENS | TREES.get(name, {}) | FALLBACK.get(name, {}) | changes
     return random_model(config_class(**settings), dtype, attention)
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lookfar.lm import LM, Completion
     from lookfar.loading import load
     from lookfar.retrieval.draft_store import DraftStore
+    from lookfar.sampling.grammar import constrain
     from lookfar.streams import Chunk, Stream
 
 # Where each public name is defined. Names are imported on first use, so that `lookfar --help` does not wait for torch.
@@ -54,6 +55,7 @@ _MODULES = {
     "drafters.recycle": ("Recycle",),
     "drafters.suffix": ("Suffix",),
     "drafters.trie": ("Trie",),
+    "sampling.grammar": ("constrain",),
     "errors": (
         "CapacityError",
         "ConfigError",
@@ -99,6 +101,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "bench",
+    "constrain",
     "generate",
     "last_stats",
     "load",

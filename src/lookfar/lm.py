@@ -102,7 +102,7 @@ class LM:
 
     @property
     def draft_state(self) -> DraftState:
-        """What past requests left to draft from. Requests use the one that is set when they are submitted."""
+        """The data of past requests to draft from. Requests use the one that is set when they are submitted."""
         return self.engine.draft_state
 
     @draft_state.setter
@@ -115,7 +115,7 @@ class LM:
         return self.draft_state.store
 
     def forget(self) -> None:
-        """Forget what past requests left to draft from, and what was loaded into the store."""
+        """Start with an empty draft state; the contents of the store are dropped too."""
         self.draft_state = self.new_draft_state(self.draft_state.sources.vocab_size)
 
     def new_draft_state(self, vocab_size: int) -> DraftState:
@@ -138,7 +138,7 @@ class LM:
         return completions[0] if single else completions
 
     def stream(self, prompt: Any, **options: Any) -> Stream:
-        """Decode as `generate` does, and yield what each step adds."""
+        """Decode as `generate` does, and yield one chunk for each step."""
         requests, _ = self.requests(prompt, **options)
         ours, others = self._split(requests)
         sources: list[Callable[[], OutputSource]] = []
@@ -230,13 +230,13 @@ class LM:
         return request
 
     def speculation_for(self, strategy: StrategySpec, budget: Budget) -> tuple[tuple[Strategy, ...], Budget]:
-        """Return the strategies and the budget of a call; what it leaves open is the LM's."""
+        """Return the strategies and the budget of a call; the LM's where the call gives none."""
         strategies = self.strategy if strategy is None else parse_strategy(strategy)
         check_budget(budget)
         return strategies, budget or (self.budget if strategy is None else None) or default_budget(strategies)
 
     def run(self, requests: list[Request], on_step: OnStep | None = None) -> list[RequestResult]:
-        """Decode requests: with the engine what it can take, the rest with transformers."""
+        """Decode requests with the engine, and those that it cannot take with transformers."""
         ours, others = self._split(requests)
         noise, results = noise_of(requests), {}
         try:

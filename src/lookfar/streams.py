@@ -19,7 +19,7 @@ from lookfar.sampling.noise import SamplingNoise
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step added to one answer."""
+    """The text and tokens that one step added to one answer."""
 
     text: str  # complete characters only; the pieces add up to the text of the completion
     token_ids: list[int]
@@ -107,7 +107,7 @@ class Stream(Iterator[Chunk]):
         return Chunk(text, tokens, output.sources, output.step, index, output.finish_reason, now)
 
     def close(self) -> None:
-        """Cancel what is not finished; from any thread, any number of times."""
+        """Cancel the unfinished requests; from any thread, any number of times."""
         self._close(wait=True)
 
     def _close(self, wait: bool) -> None:

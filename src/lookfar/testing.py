@@ -1,4 +1,4 @@
-"""Tests for drafters of other packages: does a strategy keep the contract of docs/writing-a-drafter.md?
+"""Checks for drafters of other packages: the contract of docs/writing-a-drafter.md.
 
 `check_strategy(MyStrategy())` decodes with a tiny random model and raises `AssertionError` with one sentence if the
 strategy breaks the contract. The output of the model can never depend on a drafter; this is checked too.

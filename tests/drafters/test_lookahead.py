@@ -11,41 +11,41 @@ from lookfar.drafters.base import Outcome
 from lookfar.drafters.lookahead import Lookahead, LookaheadDrafter, NgramPool
 
 N, W = 4, 5
-ROOT_TOKEN, P = 100, 30  # the current token and its position
+LAST_TOKEN, P = 100, 30  # the current token and its position
 
 
 def window() -> LookaheadDrafter:
     """A drafter past its warm-up with a window whose tokens say where they are: 10 × level + column."""
-    drafter = LookaheadDrafter(Lookahead(window=W, ngram=N, guesses=2, from_prompt=False), [ROOT_TOKEN])
+    drafter = LookaheadDrafter(Lookahead(window=W, ngram=N, guesses=2, from_prompt=False), [LAST_TOKEN])
     drafter.levels = [[10 * 0 + j for j in range(1, W)]] + [[10 * level + j for j in range(W)] for level in (1, 2)]
     return drafter
 
 
-def outcome(window_choices: list[int], root_choice: int = 0, emitted: list[int] | None = None) -> Outcome:
-    return Outcome(emitted or [root_choice], NO_TREE, np.array([root_choice]), np.array(window_choices))
+def outcome(window_choices: list[int], last_choice: int = 0, emitted: list[int] | None = None) -> Outcome:
+    return Outcome(emitted or [last_choice], NO_TREE, np.array([last_choice]), np.array(window_choices))
 
 
 def test_the_step_layout_row_by_row() -> None:
     drafter = window()
-    drafter.pool.add(ROOT_TOKEN, (51, 52, 53))
-    drafter.pool.add(ROOT_TOKEN, (51, 62, 63))
-    proposal = drafter.propose([1, 2, ROOT_TOKEN], limit=100)
+    drafter.pool.add(LAST_TOKEN, (51, 52, 53))
+    drafter.pool.add(LAST_TOKEN, (51, 62, 63))
+    proposal = drafter.propose([1, 2, LAST_TOKEN], limit=100)
     tree = DraftTree.from_paths(proposal.drafts.tolist())
-    rows = RequestPlan(np.array([ROOT_TOKEN]), P, tree=tree, windows=(proposal.window,))
+    rows = RequestPlan(np.array([LAST_TOKEN]), P, tree=tree, windows=(proposal.window,))
 
     # What the paper says, written down independently: name → (token, position, the other rows it sees).
-    expected: dict[str, tuple[int, int, set[str]]] = {"root": (ROOT_TOKEN, P, set())}
+    expected: dict[str, tuple[int, int, set[str]]] = {"last": (LAST_TOKEN, P, set())}
     # Two n-grams of N−1 tokens that share their first token, each causal within itself.
-    expected["g51"] = (51, P + 1, {"root"})
-    expected["g62"] = (62, P + 2, {"root", "g51"})
-    expected["g63"] = (63, P + 3, {"root", "g51", "g62"})
-    expected["g52"] = (52, P + 2, {"root", "g51"})
-    expected["g53"] = (53, P + 3, {"root", "g51", "g52"})
+    expected["g51"] = (51, P + 1, {"last"})
+    expected["g62"] = (62, P + 2, {"last", "g51"})
+    expected["g63"] = (63, P + 3, {"last", "g51", "g62"})
+    expected["g52"] = (52, P + 2, {"last", "g51"})
+    expected["g53"] = (53, P + 3, {"last", "g51", "g52"})
     for j in range(1, W):  # level 0: the columns up to its own; column 0 is the current token
-        expected[f"0.{j}"] = (j, P + j, {"root"} | {f"0.{i}" for i in range(1, j)})
+        expected[f"0.{j}"] = (j, P + j, {"last"} | {f"0.{i}" for i in range(1, j)})
     for level in (1, 2):  # above: level 0 up to the own column, then the own column only
         for j in range(W):
-            seen = {"root"} | {f"0.{i}" for i in range(1, j + 1)} | {f"{below}.{j}" for below in range(1, level)}
+            seen = {"last"} | {f"0.{i}" for i in range(1, j + 1)} | {f"{below}.{j}" for below in range(1, level)}
             expected[f"{level}.{j}"] = (10 * level + j, P + level + j, seen)
 
     # The most recent n-gram comes first, and the shared token is fed once: (W + 2)(N − 1) − 1 rows.
@@ -57,17 +57,17 @@ def test_the_step_layout_row_by_row() -> None:
         assert rows.positions[row] == position, name
         assert {names[other] for other in np.flatnonzero(rows.visible[row])} == seen | {name}, name
     wanted = {names[row] for row in np.flatnonzero(rows.needs_logits)}
-    assert wanted == {"root", "g51", "g52", "g53", "g62", "g63"} | {f"2.{j}" for j in range(W)}
+    assert wanted == {"last", "g51", "g52", "g53", "g62", "g63"} | {f"2.{j}" for j in range(W)}
 
 
 def test_harvest_and_slide() -> None:
     drafter = window()
-    drafter.propose([1, ROOT_TOKEN], limit=100)
+    drafter.propose([1, LAST_TOKEN], limit=100)
     rows = len(drafter.window_rows())
     answers = [31, 32, 33, 34, 35]
-    drafter.observe([1, ROOT_TOKEN, 77], outcome([-1] * (rows - W) + answers, root_choice=77))
+    drafter.observe([1, LAST_TOKEN, 77], outcome([-1] * (rows - W) + answers, last_choice=77))
     # Column j: the key is level 0's token (the current one for j = 0), the value levels 1, 2 and the new answer.
-    assert drafter.pool.after(ROOT_TOKEN) == [(10, 20, 31)]
+    assert drafter.pool.after(LAST_TOKEN) == [(10, 20, 31)]
     for j in range(1, W):
         assert drafter.pool.after(j) == [(10 + j, 20 + j, answers[j])]
     # Level 0 is level 1 without its head, level 1 is level 2, the last level is what came back.
@@ -91,11 +91,11 @@ def test_warm_up_takes_n_minus_2_steps(ngram: int, width: int) -> None:
         answers = [200 + 10 * step + c for c in range(columns)]
         top = columns - (step == 0)  # at level 0 the first prediction is the last token's own
         ids.append(answers[0])
-        drafter.observe(ids, outcome([-1] * (len(window) - top) + answers[columns - top :], root_choice=answers[0]))
+        drafter.observe(ids, outcome([-1] * (len(window) - top) + answers[columns - top :], last_choice=answers[0]))
         assert drafter.levels == [level[1:] for level in [*before, answers]]
     assert [len(level) for level in drafter.levels] == [width - 1] + [width] * (ngram - 2)
     window = drafter.propose(ids, limit=9).window
-    drafter.observe([*ids, 9], outcome(list(range(300, 300 + len(window))), root_choice=9))
+    drafter.observe([*ids, 9], outcome(list(range(300, 300 + len(window))), last_choice=9))
     assert len(drafter.pool.after(ids[-1])) == 1
 
 
@@ -124,7 +124,7 @@ def test_prompt_n_grams_and_those_of_the_growing_text() -> None:
     assert drafter.pool.after(2) == [(3, 1)]
     ids = [1, 2, 3, 1, 2, 4, 8, 9]
     window = drafter.propose(ids[:-2], limit=5).window
-    drafter.observe(ids, outcome([0] * len(window), root_choice=8, emitted=[8, 9]))
+    drafter.observe(ids, outcome([0] * len(window), last_choice=8, emitted=[8, 9]))
     assert drafter.pool.after(2)[0] == (4, 8)
     assert drafter.pool.after(4)[0] == (8, 9)
 
@@ -142,5 +142,5 @@ def test_no_step_has_more_rows_than_promised(config: Lookahead) -> None:
         window = drafter.propose(ids, limit=99).window
         widest = max(widest, len(window))
         ids.append(4)
-        drafter.observe(ids, outcome([5] * len(window), root_choice=4))
+        drafter.observe(ids, outcome([5] * len(window), last_choice=4))
     assert widest == config.max_rows - config.guesses * (config.ngram - 1)

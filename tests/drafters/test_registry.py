@@ -83,7 +83,7 @@ def test_bad_settings(settings: dict[str, str], message: str) -> None:
         parse_strategy("lookahead", settings)
 
 
-def test_plain_decoding_takes_no_settings() -> None:
+def test_no_speculation_takes_no_settings() -> None:
     with pytest.raises(ValueError, match="takes no settings"):
         parse_strategy("none", {"window": "7"})
 

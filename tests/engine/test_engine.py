@@ -242,7 +242,7 @@ def test_capacity_is_known_before_decoding(llama: PreTrainedModel) -> None:
     ):
         run_requests(engine, [Request(PROMPTS[2], 4), Request(PROMPTS[0], 31)])
     assert not calls
-    with pytest.raises(CapacityError, match=r"257 do not fit in 256, .*the longest text this model can position"):
+    with pytest.raises(CapacityError, match=r"257 do not fit in 256, .*the most that this model has positions for"):
         run_requests(eager_engine(llama), [Request(PROMPTS[3], 256)])
 
 

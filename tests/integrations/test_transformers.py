@@ -409,7 +409,7 @@ def test_prompts_as_embeddings(family: str) -> None:
             )
 
 
-def test_long_prompts_as_embeddings_are_read_in_pieces(llama: PreTrainedModel) -> None:
+def test_long_prompts_as_embeddings_are_prefilled_in_chunks(llama: PreTrainedModel) -> None:
     fast = lookfar.accelerate(copy.deepcopy(llama), prefill_chunk=8)
     embeds = torch.randn(2, 30, 32, dtype=llama.dtype, device=DEVICE)
     arguments = {"attention_mask": torch.ones(2, 30, device=DEVICE), "max_new_tokens": 9, "pad_token_id": 0}
@@ -498,8 +498,8 @@ def test_other_searches_are_transformers_own(pair: Pair) -> None:
         ("attentions are asked for", {"return_dict_in_generate": True, "output_attentions": True}),
         ("hidden states", {"return_dict_in_generate": True, "output_hidden_states": True}),
         ("classifier-free guidance", {"guidance_scale": 1.5}),
-        ("special kind", {"cache_implementation": "static", "disable_compile": True}),
-        ("positions were given", {"position_ids": torch.arange(12, device=DEVICE)[None] + 3}),
+        ("cache type is unsupported", {"cache_implementation": "static", "disable_compile": True}),
+        ("position_ids are not the default ones", {"position_ids": torch.arange(12, device=DEVICE)[None] + 3}),
         ("hides more than padding", {"attention_mask": torch.tensor([[1, 0] + [1] * 10], device=DEVICE)}),
         ("longer than the model's positions", {"max_new_tokens": 300}),
     ],

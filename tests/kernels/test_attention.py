@@ -116,7 +116,7 @@ def test_chunks_cover_every_key_once(chunk: int) -> None:
     assert chunks_for(0, chunk) == 0
 
 
-def test_the_twin_attends_like_torch() -> None:
+def test_the_reference_attends_like_torch() -> None:
     """A tree without branches is causal attention."""
     plans = [RequestPlan(np.arange(6), 20)]
     query, keys, values, _ = tensors(plans, 6, 2, 2, 16, 16, torch.float32)

@@ -9,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 import lookfar
-from families import PLAIN, SMALL_TEXT, TREES, WINDOW, random_model, tiny_model
+from families import FALLBACK, SMALL_TEXT, TREES, WINDOW, random_model, tiny_model
 from helpers import oracle, random_prompts, reference
 from lookfar.drafters.jacobi import Jacobi
 from lookfar.drafters.lookahead import Lookahead
@@ -38,7 +38,7 @@ def test_tree_families_give_their_own_tokens(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", FALLBACK)
 def test_other_families_use_the_fallback_with_one_warning(family: str) -> None:
     model = tiny_model(family, dtype=torch.float32)
     lm = lookfar.LM(model)

@@ -27,11 +27,11 @@ from lookfar.runners.cuda_graph.runner import FIXED_ROWS, CudaGraphRunner
 from lookfar.runners.eager import EagerRunner
 from lookfar.testing import run_requests
 
-# Their attention is code of their own, or adds a bias by place.
 PROMPTS = random_prompts(3 * WINDOW, 4 * WINDOW + 1, 5)  # two of them longer than any window
 NEW = 20
+# Families with attention code of their own, or with a bias by position.
 NOT_FLAT = {"gpt_neox_japanese", "gptj", "codegen", "bloom", "mpt", "falcon:alibi", "falcon"}
-# Packed, but their code asks the host for numbers in between (experts in loops, say).
+# Flat, but their code synchronizes with the host inside a forward pass (experts in Python loops).
 NOT_CAPTURED = {"aria_text", "gemma3n_text", "jetmoe", "longcat_flash", "phimoe"}
 DTYPE = torch.float64 if DEVICE == "cpu" else torch.float32
 

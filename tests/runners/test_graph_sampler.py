@@ -21,7 +21,7 @@ from lookfar.errors import RequestError
 from lookfar.kernels.sampling import sample
 from lookfar.runners.cuda_graph.graph_step import WORTH_CAPTURING
 from lookfar.sampling.processors import processors_key
-from lookfar.sampling.sampler import NO_TOKEN, Sampler, process_rows, race
+from lookfar.sampling.sampler import NO_TOKEN, Sampler, noisy_probabilities, process_rows
 
 PROCESSORS = {
     "none": LogitsProcessorList(),
@@ -39,7 +39,7 @@ def test_every_row_meets_its_own_noise(name: str) -> None:
     places = [0, 1, 1, 2, 0, 2]
     addresses = torch.tensor([*(noise[place].data_ptr() for place in places), 0], device=DEVICE)
     scores = PROCESSORS[name](torch.zeros(rows, 1, dtype=torch.long, device=DEVICE), logits.clone())
-    expected = race(scores[:6], noise[places]).argmax(-1).tolist()
+    expected = noisy_probabilities(scores[:6], noise[places]).argmax(-1).tolist()
     assert sample(process_rows(PROCESSORS[name], logits), addresses).tolist() == [*expected, int(scores[6].argmax())]
 
 

@@ -58,7 +58,7 @@ def test_what_all_have_passed_is_forgotten() -> None:
     assert sorted(noise._kept) == [3, 4, 5]
 
 
-def test_the_generator_is_left_where_plain_decoding_leaves_it() -> None:
+def test_the_generator_is_left_where_generate_leaves_it() -> None:
     probabilities = torch.rand(4, 100)
     drawn_by_multinomial(3, probabilities)
     expected = torch.get_rng_state()

@@ -125,7 +125,7 @@ def test_temperature_zero_means_the_best_token(lm: LM) -> None:
     ("arguments", "why"),
     [
         ({"seed": 1, "generator": torch.Generator(DEVICE)}, "a seed or a generator"),
-        ({"temprature": 0.5}, "temprature is no generation argument"),
+        ({"temprature": 0.5}, "temprature is not a generation argument"),
         ({"num_beams": 3}, "for beams"),
         ({"num_return_sequences": 2, "do_sample": True}, "one sequence for each prompt"),
         ({"guidance_scale": 1.5}, "runs the model twice"),

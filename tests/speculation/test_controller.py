@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lookfar.speculation.controller import PLAIN_STEPS, SPECULATIVE_STEPS, SpeculationController
+from lookfar.speculation.controller import BASE_STEPS, SPECULATIVE_STEPS, SpeculationController
 
 
 def run(
@@ -49,12 +49,12 @@ def test_a_trial_that_fails_is_repeated_more_and_more_rarely() -> None:
         plain += not speculates
         controller.learn(speculates, 3 if speculates else 1, 2.0 if speculates else 1.0, 0.0)
     assert controller.speculating
-    assert plain <= 6 * PLAIN_STEPS
+    assert plain <= 6 * BASE_STEPS
 
 
 def test_it_is_switched_on_again_when_it_pays() -> None:
     controller = SpeculationController()
-    run(controller, SPECULATIVE_STEPS + PLAIN_STEPS, (7.0, 1.0), 2, expected=1.1)
+    run(controller, SPECULATIVE_STEPS + BASE_STEPS, (7.0, 1.0), 2, expected=1.1)
     assert not controller.speculating
     run(controller, 5 * SPECULATIVE_STEPS, (1.2, 1.0), 3, expected=1.1)
     assert controller.speculating

@@ -310,11 +310,11 @@ def test_windows_that_bring_nothing_are_left_out_and_tried_again() -> None:
     assert sum(map(len, seen[-1].windows)) == 0  # sixty rows for a third of a token do not pay here
     before = state.window_value
     for _ in range(200):
-        state.judge_window(0)
+        state.update_window_value(0)
     assert state.window_value < 0.1 * before
     low = state.window_value
     for _ in range(3000):
-        state.judge_window(None)
+        state.update_window_value(None)
     assert state.window_value > 10 * low
 
 

@@ -64,7 +64,7 @@ class Call:
 
 @dataclass
 class Benchmark:
-    """What is measured, and the records so far."""
+    """The prompts, methods and settings of a benchmark; `run` measures or resumes it."""
 
     lm: LM
     suites: dict[str, list[Prompt]]

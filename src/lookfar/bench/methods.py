@@ -136,7 +136,7 @@ def left_padded(prompts: Seq[list[int]], device: torch.device, pad: int = 0) -> 
 
 
 def cut(output: list[int], lm: LM) -> list[int]:
-    """Return a row without what is behind its stop token."""
+    """Return a row up to and including its stop token."""
     stops = lm.model.generation_config.eos_token_id
     stops = set(stops if isinstance(stops, list) else [stops])
     end = next((i + 1 for i, token in enumerate(output) if token in stops), len(output))

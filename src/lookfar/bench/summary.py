@@ -73,7 +73,7 @@ def _line(results: Results, suite: str, batch: int, method: str) -> Line:
     latencies = [seconds / tokens for run in runs for seconds, _, tokens in run.steps for _ in range(tokens)]
     p50, p95 = np.percentile(latencies, (50, 95)) if latencies else (0.0, 0.0)
     rows = [rows for run in runs for _, rows, _ in run.steps]
-    plain, generate = of("none"), of("hf generate")
+    none, generate = of("none"), of("hf generate")
     return Line(
         suite=suite,
         method=method,
@@ -81,9 +81,9 @@ def _line(results: Results, suite: str, batch: int, method: str) -> Line:
         outputs=len(outputs_of(runs)),
         natural=len(natural),
         tokens_per_second=sum(run.tokens for run in runs if run.repeat == 0) / total(runs),
-        over_none=total(plain) / total(runs) if plain else None,
+        over_none=total(none) / total(runs) if none else None,
         over_generate=total(generate) / total(runs) if generate else None,
-        over_none_natural=_ratio(plain, both, natural),
+        over_none_natural=_ratio(none, both, natural),
         tokens_per_step=per_step(runs),
         tokens_per_step_natural=per_step(both) if both else None,
         rows_per_step=sum(rows) / len(rows) if any(rows) else None,

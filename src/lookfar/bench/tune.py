@@ -107,7 +107,7 @@ class Search:
             one.method.run(self.lm, [prompts[0]], 4, 0, {})  # the first passes are slow
             one.method.forget(self.lm)
         left, number = list(every), 0
-        while len(left) > 1 and perf_counter() < self.deadline - reserve:
+        while len(left) > 1 and (number == 0 or perf_counter() < self.deadline - reserve):
             prompt = prompts[number % len(prompts)]
             number += 1
             for one in left:

@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: printing an answer while it is decoded, and its summary."""
+"""Printing an answer while it is decoded, and its summary: shared by `generate` and `chat`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lookfar bench`: how much faster it is. `lookfar bench steps`: the cost of a step."""
+"""`lookfar bench`: speed next to transformers. `lookfar bench steps`: the cost of a step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Out = Annotated[Path, typer.Option(help="The file of all records. An interrupted
 Html = Annotated[Path | None, typer.Option(help="Write the report as a page.")]
 
 
-app = typer.Typer(invoke_without_command=True, help="Measure how much faster it is, and the cost of a step.")
+app = typer.Typer(invoke_without_command=True, help="Measure speed next to transformers, and the cost of a step.")
 
 
 @app.callback()
@@ -71,7 +71,7 @@ def bench(
     out: Out = Path("bench.json"),
     html: Html = None,
 ) -> None:
-    """Decode prompts with strategies and with transformers, in turn: how fast, and are the texts identical?"""
+    """Decode prompts with strategies and with transformers, in turn; report speed and differences."""
     if context.invoked_subcommand is not None:
         return
     from lookfar import bench as measuring

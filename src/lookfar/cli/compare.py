@@ -46,7 +46,7 @@ def compare(
     dtype: options.Dtype = None,
     as_json: options.Json = False,
 ) -> None:
-    """Decode PROMPT without speculation and with a strategy: are the texts identical, and which was faster?"""
+    """Decode PROMPT without speculation and with a strategy; report the speed-up and whether the texts agree."""
     from lookfar.drafters.registry import name_of
 
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
@@ -66,7 +66,7 @@ def compare(
 def _decode(
     lm: LM, ids: list[int], strategies: tuple[Strategy, ...], asked: dict[str, Any], repeats: int, store: Path | None
 ) -> dict[str, list[Completion]]:
-    """Decode a prompt with both methods in turn, after a warm-up; each starts without what the other has left."""
+    """Decode a prompt with both methods in turn, after a warm-up; each run starts with nothing but the given store."""
     from lookfar.drafters.registry import name_of
 
     methods: dict[str, tuple[Strategy, ...]] = {"none": (), "strategy": strategies}

@@ -1,4 +1,4 @@
-"""What the commands share: their options, and messages on standard error."""
+"""Options of the commands, and messages on standard error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Settings = Annotated[
 ]
 Budget = Annotated[
     str | None,
-    typer.Option(help="Rows per step: auto, or a number. By default auto for auto, all that is proposed for the rest."),
+    typer.Option(help="Rows per step: auto, or a number. Default: auto for auto, otherwise everything proposed."),
 ]
 StoreFile = Annotated[Path | None, typer.Option("--store", help="A store of past texts to draft from.")]
 Pack = Annotated[
@@ -41,7 +41,7 @@ Pack = Annotated[
     typer.Option("--pack/--no-pack", help="Keep a packed copy of the weights. By default on a CPU, if memory allows."),
 ]
 Compile = Annotated[
-    bool, typer.Option("--compile", help="On a GPU: run the layers through torch.compile (a minute the first time).")
+    bool, typer.Option("--compile", help="On a GPU: run the layers through torch.compile (20 seconds the first time).")
 ]
 Exact = Annotated[
     bool,
@@ -56,7 +56,7 @@ MinP = Annotated[
     float | None, typer.Option(help="Sample from tokens at least this likely, relative to the most likely one.")
 ]
 RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Above 1: lower the scores of tokens that the text holds.")
+    float | None, typer.Option(help="Above 1: lower the scores of tokens that are already in the text.")
 ]
 Seed = Annotated[int | None, typer.Option(help="The same seed samples the same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop at this text. Repeatable.")]

@@ -12,7 +12,7 @@ from rich.table import Table
 from lookfar.cli import options
 from lookfar.errors import ConfigError
 
-Prompts = Annotated[Path | None, typer.Option(help="Your own prompts: jsonl, or one a line.")]
+Prompts = Annotated[Path | None, typer.Option(help="Your own prompts: jsonl, or one per line.")]
 Suites = Annotated[str | None, typer.Option("--suite", help="Suites instead, joined by commas.")]
 Data = Annotated[Path | None, typer.Option(help="A directory with NAME.jsonl for each suite.")]
 Minutes = Annotated[float, typer.Option(help="Time limit.")]

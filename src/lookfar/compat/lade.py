@@ -37,7 +37,7 @@ def config_lade(
     backend: str = "nccl",
     USE_FLASH: bool | None = None,  # noqa: N803
 ) -> None:
-    """Set the window, the n-gram size and the number of guesses for all models; what is not given stays as it is.
+    """Set the window, the n-gram size and the number of n-grams to verify, for all models; others keep their values.
 
     `DEBUG` prints a summary after each answer and keeps it for `log_history`. `USE_FLASH`, `ALWAYS_FWD_ONE` and
     `SPLIT_FLAG` concern that implementation and have no effect here.
@@ -53,7 +53,7 @@ def config_lade(
     _strategy(changed)  # checks the settings
     CONFIG_MAP.update(changed, log=[])
     if DIST_WORKERS is not None and DIST_WORKERS > 1:
-        warnings.warn("Lookahead parallelism is not built yet: one device decodes.", LookfarWarning, stacklevel=2)
+        warnings.warn("DIST_WORKERS above 1 is not supported: one device decodes.", LookfarWarning, stacklevel=2)
 
 
 def augment_all() -> None:

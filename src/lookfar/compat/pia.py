@@ -28,7 +28,7 @@ from lookfar.engine.outputs import StepOutput
 from lookfar.errors import ConfigError
 from lookfar.integrations.transformers.loop import generate as decode, on_step_of_call
 from lookfar.integrations.transformers.state import state_of
-from lookfar.models.stock_loop import disguise
+from lookfar.models.stock_loop import stock_attributes
 
 SHAPES = {"hier": "hierarchical", "par": "parallel", "one": "single"}
 SOURCES = {"mix": "mixed", "input": "prompt", "output": "output"}
@@ -38,7 +38,7 @@ _strategy_of_call: ContextVar[tuple[Strategy, ...]] = ContextVar("_strategy_of_c
 
 @dataclass
 class LookaheadDecoderOnlyOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns, with the statistics of its steps."""
+    """The output of `generate`, with the statistics of its steps in `kwargs`."""
 
     kwargs: dict[str, list[Any]] | None = None
 
@@ -143,13 +143,13 @@ def __getattr__(name: str) -> Any:
     if name == "AutoModelForCausalLM":
         return _AutoModel
     if not (isinstance(stock, type) and issubclass(stock, GenerationMixin)):
-        raise AttributeError(f"{name} is no model class that can generate")
+        raise AttributeError(f"{name} is not a model class that can generate")
     return _class_for(stock)
 
 
 def _class_for(stock: Any) -> Any:
     if stock.__name__ not in _made:
-        _made[stock.__name__] = type(stock.__name__, (LookaheadMixin, stock), disguise(stock))
+        _made[stock.__name__] = type(stock.__name__, (LookaheadMixin, stock), stock_attributes(stock))
     return _made[stock.__name__]
 
 

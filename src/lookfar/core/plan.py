@@ -46,7 +46,7 @@ NO_WINDOW = WindowRows(*(np.zeros(0, np.int64),) * 2, np.zeros((0, 0), bool), np
 
 
 class RowSampler(Protocol):
-    """What a runner needs in order to sample a request's tokens on the device, all rows at once."""
+    """The interface through which a runner samples a request's tokens on the device, all rows at once."""
 
     @property
     def fingerprint(self) -> Hashable:
@@ -74,7 +74,7 @@ class RequestPlan:
     predict: int = 0  # how many of the last pending rows drafters want predictions of
     tree: DraftTree = NO_TREE
     windows: tuple[WindowRows, ...] = ()  # one entry for each drafter, perhaps empty; or none at all
-    embeds: Any = None  # [prompt tokens, hidden] what the prompt's tokens are fed as, if not as token ids
+    embeds: Any = None  # [prompt tokens, hidden] embeddings to feed instead of the prompt's token ids
     sampler: RowSampler | None = None  # for requests that sample
 
     def __len__(self) -> int:
@@ -208,7 +208,7 @@ class StepPlan:
 def visibility(pending, parents, window):  # type: ignore[no-untyped-def]
     """[rows, rows]: pending tokens are causal, every other row sees them, and a node sees the path to it.
 
-    What the `window` rows at the end see of each other is left to the caller.
+    The caller fills in which of the `window` rows at the end see each other.
     """
     nodes = len(parents)
     rows = pending + nodes + window

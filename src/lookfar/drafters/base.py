@@ -29,7 +29,7 @@ NO_FLOATS: Floats = np.zeros(0, np.float32)
 
 @dataclass(slots=True)
 class Proposal:
-    """What a drafter proposes for the next step."""
+    """The drafts, window rows and predictions that a drafter proposes for one step."""
 
     drafts: Int32s = field(default_factory=lambda: NO_DRAFTS)  # [k, depth] continuations, -1 behind the end of each
     scores: Int32s = field(default_factory=lambda: NO_TOKENS)  # [k] match score: 0 … 15 on the drafter's own scale
@@ -60,7 +60,7 @@ class Predictions:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one step showed about one request."""
+    """The result of one step for one request, as its drafters observe it."""
 
     emitted: list[int]  # the accepted tokens and the bonus token; empty after a prefill chunk
     tree: DraftTree  # what was verified
@@ -90,7 +90,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a drafter may know about its request, and what all requests of a model share."""
+    """Facts about a request, and the sources that all requests of a model share."""
 
     prompt: Seq[int]
     max_length: int  # the most tokens that the text can come to

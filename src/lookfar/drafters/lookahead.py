@@ -89,7 +89,7 @@ class LookaheadDrafter:
         if settings.from_prompt:
             self.pool.add_text(prompt, new=len(prompt))
         # Level 0 starts N−2 columns too wide; every warm-up step adds a level and drops a column.
-        # Its generator is seeded by the prompt alone, so that two runs of one prompt take the same steps.
+        # The generator is seeded with the prompt's length, so that two runs of one prompt take the same steps.
         start = Random(len(prompt)).choices(prompt, k=settings.window + settings.ngram - 3)
         self.levels: list[list[int]] = [start]
         self.last_token = prompt[-1]

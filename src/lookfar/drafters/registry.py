@@ -35,7 +35,7 @@ _registered: dict[str, type[Strategy]] = {}
 
 @cache
 def auto_strategies() -> tuple[Strategy, ...]:
-    """Return the sources that pay, as docs/benchmarks.md shows."""
+    """Return the strategies of `auto`; docs/benchmarks.md compares them with the others."""
     return strategy_class("suffix")(), strategy_class("recycle")()
 
 

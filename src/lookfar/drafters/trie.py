@@ -1,4 +1,4 @@
-"""Lookahead / PAIN (Zhao et al. 2024): a trie of what followed the last tokens in prompts and outputs, by count."""
+"""Lookahead / PAIN (Zhao et al. 2024): a trie of the branches of prompts and outputs, with counts."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def measured_costs(runner: ModelRunner, cache: SlotKVCache, most: int) -> CostCu
 
 
 def save_refined_costs(runner: ModelRunner, curve: CostCurve) -> None:
-    """Keep what real steps have taught, once there were many of them."""
+    """Write the curve to the file once `REFINED_ENOUGH` real steps have refined it."""
     if curve.refined >= REFINED_ENOUGH:
         write_curve(costs_file(), machine_and_model(runner), curve)
         curve.refined = 0

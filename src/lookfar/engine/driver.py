@@ -129,7 +129,7 @@ class Driver:
         return self._thread is not None and self._thread.ident == get_ident()
 
     def submit(self, requests: Mapping[int, Request], stream: bool = False) -> Submission:
-        """Submit the requests of one call, by index. Raises what is wrong with them before anything is decoded."""
+        """Submit the requests of one call, by index. Raises an error if one of them cannot be decoded."""
         for request in requests.values():
             self.engine.check(request)
         for request in requests.values():
@@ -207,7 +207,7 @@ class Driver:
                 if inbox.empty():
                     self.engine.settle()
                     return True
-            except BaseException as error:  # a fault of the engine: nothing can go on from here
+            except BaseException as error:  # a bug in the engine: no request can continue
                 self._deliver(self.engine.abort(error))
             message = inbox.get()
         return False
@@ -236,7 +236,9 @@ class Driver:
             self._submissions[handle] = submission
 
     def _abort(self) -> None:
-        self._deliver(self.engine.abort(LookfarError("The engine was closed before the request ended: submit it again.")))
+        self._deliver(
+            self.engine.abort(LookfarError("The engine was closed before the request ended: submit it again."))
+        )
 
     def _forget_parent(self) -> None:
         """Start over in a forked process: the thread and the callers are the parent's."""
@@ -266,6 +268,6 @@ def _drive(driver_of: ref[Driver], inbox: SimpleQueue[Message | None], before: T
 
 @atexit.register
 def _close_all() -> None:
-    """End all threads before the interpreter does: a thread inside torch would bring it down."""
+    """Stop all driver threads before the interpreter exits: it would crash if one were inside torch."""
     for driver in list(_drivers):
         driver.close()

@@ -61,7 +61,7 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> list[StepOutput]:
-        """Run one forward pass and return what it did; nothing if there is no work.
+        """Run one forward pass and return its outputs; an empty list if there is no work.
 
         Errors are returned in the outputs of the requests that they end.
         """
@@ -114,7 +114,7 @@ class Engine:
             save_refined_costs(self.runner, self.speculator.costs)
 
     def widen(self, requests: int) -> None:
-        """Let at least so many requests be decoded at once."""
+        """Raise `max_batch` to at least `requests`, as far as the runner allows."""
         most = self.runner.limits.rows if self.runner.limits.fixed_rows else None
         self.scheduler.max_batch = max(self.scheduler.max_batch, min(requests, most or requests))
 
@@ -131,14 +131,14 @@ class Engine:
             raise CapacityError(
                 f"The prompt has {len(request.prompt)} tokens and max_new_tokens is {request.max_new_tokens}: "
                 f"{request.max_length} do not fit in {self.max_length}, so shorten one of them"
-                + (" or raise max_length." if ours else ", the longest text this model can position.")
+                + (" or raise max_length." if ours else ", the most that this model has positions for.")
             )
         limits = self.runner.limits
         window = sum(strategy.max_rows for strategy in request.strategies if strategy.uses_window)
         if limits.rows is not None and window >= limits.rows:
             raise ConfigError(
                 f"A step has room for {limits.rows} rows here and the window of this strategy takes {window + 1}: "
-                "make it smaller."
+                "use a smaller window."
             )
         if limits.fixed_rows and request.kv.embeds is not None:
             raise ConfigError("exact=True takes prompts as token ids, not as embeddings.")

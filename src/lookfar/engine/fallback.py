@@ -20,7 +20,7 @@ from lookfar.engine.request import FinishReason, Request
 from lookfar.engine.stats import Stats
 from lookfar.models.stock_loop import stock_loop
 from lookfar.sampling.noise import RandomStream
-from lookfar.sampling.sampler import race
+from lookfar.sampling.sampler import noisy_probabilities
 
 QUEUE_LIMIT = 64  # outputs that wait for their reader; then decoding waits
 
@@ -77,7 +77,7 @@ class _NoiseProcessor(LogitsProcessor):
         self.prompt_length = prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return race(scores, self.random.at(input_ids.shape[1] - self.prompt_length, scores.shape[-1]))
+        return noisy_probabilities(scores, self.random.at(input_ids.shape[1] - self.prompt_length, scores.shape[-1]))
 
 
 class _Cancelled(StoppingCriteria):

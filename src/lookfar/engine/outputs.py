@@ -1,4 +1,4 @@
-"""What leaves the engine: immutable records of steps and of finished requests."""
+"""Engine outputs: immutable records of steps and of finished requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RequestResult:
 
 
 class StepOutput(NamedTuple):
-    """What one step did for one request."""
+    """The output of one step for one request."""
 
     handle: int  # of the request
     index: int  # type: ignore[assignment] # its place among the requests of one call

@@ -25,7 +25,7 @@ PREDICTED_PROMPT = 128  # prompt rows whose predictions drafters get, or as many
 
 @dataclass(frozen=True)
 class KVOptions:
-    """Where the first KV positions of a request come from, if not from its tokens, and whether they are returned."""
+    """The initial KV of a request (embeddings, a given cache, reuse), and whether its KV is returned."""
 
     embeds: torch.Tensor | None = None  # [tokens of the prompt, hidden] what the prompt is fed as
     past: Cache | None = None  # a transformers cache that holds the beginning of the prompt
@@ -35,7 +35,7 @@ class KVOptions:
 
 @dataclass(frozen=True)
 class Request:
-    """What to decode, and how."""
+    """A prompt with its limits, strategies, sampling and KV options."""
 
     prompt: list[int]
     max_new_tokens: int

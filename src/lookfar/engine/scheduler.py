@@ -1,4 +1,4 @@
-"""The scheduler: which requests take part in a step, and what becomes of them afterwards."""
+"""The scheduler: admits requests, picks those of each step, and commits or retries them afterwards."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ class Scheduler:
     def _next_group(self, limits: RunnerLimits) -> tuple[list[RequestState], list[int]]:
         """Pick neighbouring requests for one step, and how many pending tokens each of them may feed.
 
-        All of them, if they decode or if nothing is padded: prefills then share `prefill_chunk` rows, or what decoding
-        leaves of the runner's rows, the first one first. Otherwise some that prefill, as many as fit one padded block.
+        All requests if all of them decode, or if nothing is padded: prefills then share `prefill_chunk` rows, or the
+        rows that decoding leaves, in order. Otherwise only requests that prefill, as many as fit one padded block.
         """
         order = [self.running[handle] for handle in self.cache.order]
         start = next((i for i, state in enumerate(order) if state.num_pending > 1), None)
@@ -187,7 +187,7 @@ class Scheduler:
     def commit(
         self, batch: StepBatch, plan: StepPlan, walks: list[Walk | None], result: StepResult
     ) -> list[StepOutput]:
-        """Keep the KV of accepted tokens, free the requests that ended, and return what the step did."""
+        """Keep the KV of accepted tokens, free the requests that ended, and return the outputs of the step."""
         for state, rows, walk in zip(batch.requests, plan.requests, walks, strict=True):
             if state.error is None:
                 kept = list(range(len(rows.pending)))

@@ -1,4 +1,4 @@
-"""Verification: from the last token down the draft tree for as long as a child is what the model chooses."""
+"""Verification: walk down the draft tree from the last token while a child is the model's choice."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""lookfar inside code that people already have."""
+"""Integrations of lookfar into other libraries."""

@@ -1,4 +1,4 @@
-"""The kernels in plain PyTorch: what tests compare the kernels with, and what runs where there is no GPU."""
+"""PyTorch references of the kernels, for tests and for machines without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The row table of a flat step: what each row attends to, in a few integers instead of a mask.
+"""The row table of a flat step: the keys that each row attends to, in a few integers instead of a mask.
 
 The rows of all requests lie side by side. A row sees the keys at positions WINDOW_START … KV_LEN − 1 of its own text.
 Keys before PREFIX_LEN lie at their position in the request's slot; from there on, along a branch of a draft tree, the

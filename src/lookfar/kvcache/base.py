@@ -1,4 +1,4 @@
-"""The KV cache as the engine sees it: requests hold handles, and the layout in memory is the cache's own business."""
+"""The KV cache interface of the engine: requests hold handles, and the memory layout is private to the cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def reserve(self, requests: int, length: int, *, most: int, keep: bool) -> None:
-        """Make room for `requests` requests of `length` positions each, now or never more than `most` requests.
+        """Make room for `requests` requests of `length` positions each; there will never be more than `most` of them.
 
         With `keep` the present contents stay; otherwise their memory may be released first. Raises `CapacityError`.
         """

@@ -26,7 +26,7 @@ ROUNDED = 64  # lengths are rounded up to a multiple of this
 
 
 def exact_size(slots: int, length: int, most: int) -> tuple[int, int]:
-    """Allocate what is asked for, with the length rounded up."""
+    """Return the requested size, with the length rounded up."""
     return slots, -(-length // ROUNDED) * ROUNDED
 
 
@@ -119,7 +119,7 @@ class SlotKVCache(KVCache):
         return self.buffers
 
     def commit(self, handle: KVHandle, rows: Seq[int]) -> int:
-        """Note the moves; whatever reads the slot next carries them out."""
+        """Record the moves; they are carried out before the slot is read again."""
         slot = self._slot_of[handle]
         start = self._lengths[slot]
         if rows and rows[-1] != len(rows) - 1:  # otherwise all rows are where they belong, since they ascend

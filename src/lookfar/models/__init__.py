@@ -1,1 +1,1 @@
-"""transformers models: what can be done with one, how a step is fed to it, and where to load it from."""
+"""transformers models: supported features, binding to step plans, and loading."""

@@ -139,7 +139,7 @@ class BoundModel:
 
     @contextmanager
     def experts(self, name: str | None) -> Iterator[None]:
-        """Multiply experts in another way while the context is open; None changes nothing."""
+        """Use another experts implementation while the context is open; None changes nothing."""
         before = self.model.config._experts_implementation if name is not None else None
         if name is not None:
             self.model.set_experts_implementation(name)

@@ -25,7 +25,7 @@ class LayerKind:
 
 
 class StepMasks:
-    """What the rows of one step see, on one device.
+    """The attention masks of one step, on one device.
 
     The key axis follows the layout of the slot cache: index i < num_cached is the token at position i, and index
     num_cached + r is row r of this step.

@@ -1,4 +1,4 @@
-"""A self-check for model code that is not part of transformers: does it verify a draft tree exactly?"""
+"""Self-check of model code outside of transformers: compares a tree step with the same tokens alone."""
 
 from __future__ import annotations
 

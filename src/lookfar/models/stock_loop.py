@@ -20,7 +20,7 @@ def is_accelerated(model: PreTrainedModel) -> bool:
     return "_lookfar_stock" in vars(type(model))
 
 
-def disguise(stock: Any) -> dict[str, Any]:
+def stock_attributes(stock: Any) -> dict[str, Any]:
     """Return the attributes that make a subclass pass for the class itself; copies and pickles are of that class."""
 
     def reduce_as_stock(self: Any, protocol: Any) -> Any:

@@ -27,7 +27,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 @dataclass(frozen=True)
 class Support:
-    """What one model supports. `reason` is empty when draft trees can be verified."""
+    """The features of a model that speculation depends on. `reason` is empty when draft trees can be verified."""
 
     model_type: str
     reason: str = ""
@@ -130,7 +130,7 @@ def _layer_kinds(text: PreTrainedConfig) -> tuple[bool, dict[str, LayerKind]]:
 
 
 def _unmasked(kinds: dict[str, LayerKind], model_class: type) -> LayerKind | None:
-    """A kind of layer that the config speaks of but whose mask the model's code never makes."""
+    """Return a kind of layer that the config names but that the model's code creates no mask for."""
     code = sys.modules[model_class.__module__]
     if not model_class.__module__.startswith("transformers."):
         return None  # code of another library: the self-check decides

@@ -1,4 +1,4 @@
-"""What the drafters of one model share between requests."""
+"""The draft sources that all requests of one model share."""
 
 from __future__ import annotations
 

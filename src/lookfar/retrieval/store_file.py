@@ -26,7 +26,7 @@ VERSION = 2
 
 
 class StoreHeader(NamedTuple):
-    """What a file says about itself."""
+    """The metadata of a store file."""
 
     version: int
     vocab_size: int

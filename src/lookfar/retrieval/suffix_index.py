@@ -71,7 +71,7 @@ class SuffixIndex:
         self.size = add_tokens(tuple(self.arrays), self.size, new)
 
     def extend_and_find(self, ids: Seq[int], limit: int, depth: int) -> tuple[Int32s, Int32s]:
-        """Append to the text, then find how it continued where it last ended as it does now."""
+        """Append to the text, then find the continuations of earlier occurrences of its last tokens."""
         if self.size + len(ids) > len(self.arrays.tokens):
             self.extend(ids)
             ids = ()

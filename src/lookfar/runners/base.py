@@ -16,7 +16,7 @@ from lookfar.models.binding import BoundModel
 
 @dataclass
 class StepResult:
-    """What a forward pass computed for each request of a step, by row. Logits processors were not applied."""
+    """The results of a forward pass for each request, by row, before logits processors."""
 
     logit_rows: Ints  # the rows, ascending, that have logits and predictions; the same for all requests
     choices: Seq[Ints]  # the most likely token of each row, -1 where there are no logits

@@ -137,7 +137,7 @@ def _config(model: PreTrainedModel, prompt_length: int, arguments: dict[str, Any
     max_new_tokens = _whole(arguments["max_new_tokens"])
     config, unknown = model._prepare_generation_config(None, **arguments)
     if unknown:
-        raise RequestError(f"{next(iter(unknown))} is no generation argument; see GenerationConfig of transformers.")
+        raise RequestError(f"{next(iter(unknown))} is not a generation argument; see GenerationConfig of transformers.")
     if config.get_generation_mode() not in ACCELERATED_MODES or (config.num_return_sequences or 1) > 1:
         raise RequestError(
             "LM decodes one sequence for each prompt, greedily or by sampling: for beams, assisted decoding or several "

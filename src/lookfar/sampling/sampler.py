@@ -124,7 +124,7 @@ def process_rows(processors: LogitsProcessorList | None, logits: torch.Tensor) -
     return processed
 
 
-def race(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def noisy_probabilities(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """`softmax(scores) / Exp(1)`; its argmax is the sample."""
     return torch.softmax(scores, -1) / noise.to(scores.device)
 
@@ -134,7 +134,7 @@ def pick(scores: torch.Tensor, noise: torch.Tensor | None) -> Ints:
     if noise is None:
         chosen: Ints = scores.argmax(-1).cpu().numpy()
         return chosen
-    highest, tokens = race(scores, noise).max(-1)
+    highest, tokens = noisy_probabilities(scores, noise).max(-1)
     sampled: Ints = tokens.masked_fill(highest.isnan(), NO_TOKEN).cpu().numpy()
     check_sampled(sampled)
     return sampled

@@ -52,7 +52,7 @@ class AcceptanceModel:
 
 
 def initial_weights(source_count: int) -> Floats:
-    """Return weights for a start: round numbers near what the demo model taught."""
+    """Return the initial weights: rounded values learned with the demo model."""
     weights = np.zeros(DRAFTS + source_count * SOURCE, dtype=np.float32)
     weights[DEPTH : DEPTH + DEPTHS] = BASE_LOG_ODDS
     weights[RUNNER_UP + 1 : RUNNER_UP + RUNNER_UPS] = np.linspace(0.9, -0.2, RUNNER_UPS - 1)
@@ -75,7 +75,7 @@ def initial_weights(source_count: int) -> Floats:
 
 @jit
 def learn_along_path(weights, squares, candidates, node, emitted):  # type: ignore[no-untyped-def]
-    """Learn from the children of `node` and of each accepted node: which of them came next?
+    """Learn from the children of `node` and of each accepted node; the emitted tokens label them.
 
     One step of logistic regression for each child, with a learning rate of its own for each weight (Adagrad).
     """

@@ -12,7 +12,7 @@ from collections import deque
 from statistics import median
 
 SPECULATIVE_STEPS = 96  # steps of one request that the speculative rate is measured over
-PLAIN_STEPS = 6  # steps without speculation that tell their rate: each emits one token per request
+BASE_STEPS = 6  # steps without speculation that tell their rate: each emits one token per request
 MIN_STEPS = 12  # however many requests there are
 CLEARLY_SLOWER = 0.75  # of the other rate: a trial that is below it ends after the minimum of steps
 FIRST_INTERVAL, MAX_INTERVAL = 64, 4096  # steps until the other mode is tried again
@@ -40,7 +40,7 @@ class SpeculationController:
     def __init__(self, requests: int = 1) -> None:
         self.speculating = True  # the faster mode, as far as is known
         self.overhead = 0.0  # recent host seconds of a speculative step
-        self._steps = {True: max(MIN_STEPS, SPECULATIVE_STEPS // requests), False: PLAIN_STEPS}
+        self._steps = {True: max(MIN_STEPS, SPECULATIVE_STEPS // requests), False: BASE_STEPS}
         self._rates = {mode: Rate(steps) for mode, steps in self._steps.items()}
         self._wait = self._steps[True]  # steps until the other mode may be tried
         self._first = max(FIRST_INTERVAL, 2 * self._steps[True])

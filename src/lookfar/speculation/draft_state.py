@@ -1,4 +1,4 @@
-"""Draft state: what the requests of one model leave behind for later ones. It never decides a token."""
+"""Draft state: data that requests leave for later requests of a model. It never changes the output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DraftState:
         """All models so far, to read their weights."""
         return list(self._acceptance.values())
 
-    def judge_window(self, gained: int | None) -> None:
+    def update_window_value(self, gained: int | None) -> None:
         """Learn what window rows bring: the accepted tokens of a step that no other source proposed; None: not fed.
 
         Windows that do not pay are left out until their credit has recovered, so they are tried again after a while.

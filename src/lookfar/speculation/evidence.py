@@ -37,16 +37,16 @@ ONE = np.float32(1.0)  # a literal would make the sums around it double precisio
 MIN_SHARE = 0.005  # predictions that the noise leaves less of the probability than this are no candidates
 MAX_CHILDREN = 48  # candidates considered after one node
 
-# Columns of the slate: how many drafts continue with the child, 1 + the level of its probability after the token and
-# after the pair, 1 + its rank among the runner-ups; 0 for none. Then the source with the strongest evidence (one past
-# the last for none), and how many sources propose the child, with recycled predictions and runner-ups as one.
+# Columns of the child table: how many drafts continue with the child, 1 + the level of its probability after the token
+# and after the pair, 1 + its rank among the runner-ups; 0 for none. Then the source with the strongest evidence (one
+# past the last for none), and how many sources propose the child, with recycled predictions and runner-ups as one.
 CHILD, DRAFTED, OF_TOKEN, OF_PAIR, RANK, BEST_SOURCE, PROPOSED_BY = range(7)
 
 
 class Children(NamedTuple):
     """The children of one node and the evidence for them."""
 
-    slate: Int32s  # [MAX_CHILDREN, columns]
+    child_table: Int32s  # [MAX_CHILDREN, columns]
     match: Int32s  # [MAX_CHILDREN, sources] the best match score behind a child, -1 for none
     support: Floats  # [MAX_CHILDREN, sources] the weight of the drafts with that score
     present: Floats  # [sources, SCORES] the weight of all drafts at the node
@@ -69,14 +69,14 @@ def new_children(source_count, k):  # type: ignore[no-untyped-def]
 
 
 @jit
-def add_child(slate, count, token):  # type: ignore[no-untyped-def]
+def add_child(child_table, count, token):  # type: ignore[no-untyped-def]
     """Return the index of a token among the children, added if it is new (-1 if there is no room), and the count."""
     for i in range(count):
-        if slate[i, CHILD] == token:
+        if child_table[i, CHILD] == token:
             return i, count
     if count == MAX_CHILDREN:
         return -1, count
-    slate[count, CHILD] = token
+    child_table[count, CHILD] = token
     return count, count + 1
 
 
@@ -86,7 +86,7 @@ def read_drafts(drafts, agreeing, group, depth, vocab_size, children):  # type: 
 
     `group` gets the child that each of those drafts belongs to, -1 for none. Returns the number of children.
     """
-    slate, match, support, present, best_scores, _, _ = children
+    child_table, match, support, present, best_scores, _, _ = children
     tokens, scores, weights, sources, _ = drafts
     present[:] = 0
     count = 0
@@ -96,14 +96,14 @@ def read_drafts(drafts, agreeing, group, depth, vocab_size, children):  # type: 
         group[i] = -1
         if token < 0 or token >= vocab_size:
             continue
-        child, count = add_child(slate, count, token)
+        child, count = add_child(child_table, count, token)
         source, weight = sources[draft], weights[draft]
         score = min(max(scores[draft], 0), SCORES - 1)
         present[source, score] += weight
         if child < 0:
             continue
         group[i] = child
-        slate[child, DRAFTED] += 1
+        child_table[child, DRAFTED] += 1
         if score > match[child, source]:
             match[child, source], support[child, source] = score, weight
         elif score == match[child, source]:
@@ -124,14 +124,14 @@ def noisy_logit(token, logit, noise, temperature):  # type: ignore[no-untyped-de
 
 
 @inline_jit
-def read_table(ids, logits, children, count, column, meets):  # type: ignore[no-untyped-def]
+def read_table(ids, logits, children, count, column, sampling):  # type: ignore[no-untyped-def]
     """Add a row of recycled predictions to the children, with the levels of their probabilities.
 
-    `meets` is the noise of the position (empty if unknown) and the temperature. Returns the number of children and the
-    level of the most likely prediction.
+    `sampling` is the noise of the position (empty if unknown) and the temperature. Returns the number of children and
+    the level of the most likely prediction.
     """
-    noise, temperature = meets
-    slate, _, _, _, _, chances, _ = children
+    noise, temperature = sampling
+    child_table, _, _, _, _, chances, _ = children
     highest, total, width = np.float32(-np.inf), np.float32(0.0), 0
     most = len(ids) if len(noise) else min(TOP_K, len(ids))
     while width < most and ids[width] >= 0:
@@ -145,9 +145,9 @@ def read_table(ids, logits, children, count, column, meets):  # type: ignore[no-
         share = chances[i] / total
         if len(noise) and share < MIN_SHARE:
             continue
-        child, count = add_child(slate, count, ids[i])
+        child, count = add_child(child_table, count, ids[i])
         if child >= 0:
-            slate[child, column] = 1 + level_of(share)
+            child_table[child, column] = 1 + level_of(share)
     return count, level_of(ONE / total)
 
 
@@ -160,9 +160,9 @@ def level_of(probability):  # type: ignore[no-untyped-def]
 
 
 @inline_jit
-def read_runner_ups(tokens, logits, slate, count, meets):  # type: ignore[no-untyped-def]
+def read_runner_ups(tokens, logits, child_table, count, sampling):  # type: ignore[no-untyped-def]
     """Add the runner-ups of the last token to the children of a root, each with its rank."""
-    noise, temperature = meets
+    noise, temperature = sampling
     for i in range(len(tokens)):
         rank = i
         if tokens[i] >= 0 and len(noise):
@@ -171,22 +171,22 @@ def read_runner_ups(tokens, logits, slate, count, meets):  # type: ignore[no-unt
                 if tokens[j] >= 0 and noisy_logit(tokens[j], logits[j], noise, temperature) > own:
                     rank += 1
         if tokens[i] >= 0 and rank < TOP_K:
-            child, count = add_child(slate, count, tokens[i])
+            child, count = add_child(child_table, count, tokens[i])
             if child >= 0:
-                slate[child, RANK] = min(rank + 1, RUNNER_UPS - 1)
+                child_table[child, RANK] = min(rank + 1, RUNNER_UPS - 1)
     return count
 
 
 @jit
-def noise_feature(slate, child, noise):  # type: ignore[no-untyped-def]
+def noise_feature(child_table, child, noise):  # type: ignore[no-untyped-def]
     """Return the feature for how much the noise favours a child; apart for those whose level already includes it."""
-    token = slate[child, CHILD]
+    token = child_table[child, CHILD]
     if token >= len(noise):
         return NOISE
     level = 0
     while level < NOISE_LEVELS - 1 and noise[token] > NOISE_BOUNDS[level]:
         level += 1
-    predicted = slate[child, OF_TOKEN] + slate[child, OF_PAIR] > 0
+    predicted = child_table[child, OF_TOKEN] + child_table[child, OF_PAIR] > 0
     return NOISE + 1 + level + (NOISE_LEVELS if predicted else 0)
 
 
@@ -196,22 +196,22 @@ def weigh_children(children, count, node, noise, weights, features):  # type: ig
 
     `node` is its depth, and the levels of the best predictions after its token and after its pair, -1 for none.
     """
-    slate, match, support, present, best_scores, _, log_odds = children
+    child_table, match, support, present, best_scores, _, log_odds = children
     depth, best_of_token, best_of_pair = node
     source_count = match.shape[1]
     own_features = features.shape[1] - source_count
     for child in range(count):
-        of_token, of_pair = slate[child, OF_TOKEN], slate[child, OF_PAIR]
+        of_token, of_pair = child_table[child, OF_TOKEN], child_table[child, OF_PAIR]
         features[child, 0] = DEPTH + min(depth, DEPTHS - 1)
-        features[child, 1] = RUNNER_UP + slate[child, RANK]
+        features[child, 1] = RUNNER_UP + child_table[child, RANK]
         features[child, 2] = TABLES + (of_token if of_token or best_of_token < 0 else 1 + LEVELS + best_of_token)
         features[child, 3] = TABLES + TABLE + (of_pair if of_pair or best_of_pair < 0 else 1 + LEVELS + best_of_pair)
         if own_features > 4:
-            features[child, 4] = noise_feature(slate, child, noise)
+            features[child, 4] = noise_feature(child_table, child, noise)
         total, strongest, best_source = np.float32(0.0), np.float32(-np.inf), source_count
         for i in range(own_features):
             total += weights[features[child, i]]
-        proposed_by = min(slate[child, RANK] + of_token + of_pair, 1)
+        proposed_by = min(child_table[child, RANK] + of_token + of_pair, 1)
         for source in range(source_count):
             best, own = best_scores[source], match[child, source]
             kind = AGAINST + best if best >= 0 else 0
@@ -227,6 +227,6 @@ def weigh_children(children, count, node, noise, weights, features):  # type: ig
                 if weights[feature] > strongest:
                     best_source, strongest = source, weights[feature]
             match[child, source], support[child, source] = -1, 0
-        slate[child, DRAFTED:BEST_SOURCE] = 0
-        slate[child, BEST_SOURCE], slate[child, PROPOSED_BY] = best_source, proposed_by
+        child_table[child, DRAFTED:BEST_SOURCE] = 0
+        child_table[child, BEST_SOURCE], child_table[child, PROPOSED_BY] = best_source, proposed_by
         log_odds[child] = total

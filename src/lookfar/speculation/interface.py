@@ -1,4 +1,4 @@
-"""What the speculator needs to know about the requests of a step."""
+"""The interfaces through which the speculator sees requests, batches and verification results."""
 
 from __future__ import annotations
 

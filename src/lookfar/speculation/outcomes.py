@@ -36,7 +36,7 @@ class StepChoices(Protocol):
     def is_warm(self) -> bool: ...
 
 
-def show_outcome(
+def notify_drafters(
     place: int, request: SpeculatedRequest, plan: StepPlan, walk: Walk | None, result: StepChoices
 ) -> None:
     """Show a step to the drafters of a request; a prefill chunk only to those that want predictions."""

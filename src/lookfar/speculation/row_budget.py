@@ -84,7 +84,9 @@ class StepRows:
     def __init__(self, plans: Seq[RequestPlan], limits: RunnerLimits) -> None:
         self.plans = plans
         self.limits = limits
-        self.num_silent = sum(not rows.complete for rows in plans)  # requests that emit no token, because they prefill
+        self.num_prefilling = sum(
+            not rows.complete for rows in plans
+        )  # requests that emit no token, because they prefill
         self.count_rows()
 
     def count_rows(self) -> None:
@@ -122,7 +124,7 @@ class RowBudget:
     ) -> tuple[int, bool]:
         """Return how many candidates to verify, best first, and whether the windows are fed.
 
-        `overhead` is the host time of a speculative step in seconds; rows have to pay for it only once.
+        `overhead` is the host time of a speculative step in seconds, for any number of rows.
         """
         beside = self._fit_beside(ranking, windows, step) if windows.exist else -1
         if self.kind == "auto":
@@ -151,7 +153,7 @@ class RowBudget:
         most = len(fed) * (max(step.lengths) + max(self.max_rows[i] for i in self.members))
         most = most if step.limits.rows is None else min(most, step.limits.rows)
         table, padded = costs.table(most) + np.float32(overhead / costs.drift), step.limits.padded
-        silent = float(step.num_silent)
+        silent = float(step.num_prefilling)
         count, rate = best_count(ranking.scores, ranking.owners, fed, table, -silent, padded)
         if beside < 0:
             return count, False
@@ -183,7 +185,7 @@ def best_count(scores, owners, lengths, costs, bonus, padded):  # type: ignore[n
     """Return how many candidates, best first, to verify for the highest expected rate, and that rate.
 
     `lengths` are the rows that each request feeds anyway; if `padded`, every request costs as many rows as the longest.
-    `bonus` is what other rows are expected to bring.
+    `bonus` is added to the expected tokens: gains of windows, minus requests that prefill.
     """
     batch = len(lengths)
     filled = lengths.copy()

@@ -13,7 +13,7 @@ from lookfar.speculation.controller import SpeculationController
 from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.drafting import DraftedGroup, draft_trees
 from lookfar.speculation.interface import Batch, SpeculatedRequest, Walk
-from lookfar.speculation.outcomes import StepChoices, show_outcome, window_gain
+from lookfar.speculation.outcomes import StepChoices, notify_drafters, window_gain
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Speculator:
             prefilled = len(rows.pending) > 1 or not rows.complete
             if request.speculation.drafters and (step.speculates or prefilled or request.is_finished):
                 try:
-                    show_outcome(i, request, step.plan, walk, result)
+                    notify_drafters(i, request, step.plan, walk, result)
                 except BaseException as error:  # a drafter of another package
                     request.fail(error)
         self._unlearned.append(step)
@@ -118,7 +118,7 @@ class Speculator:
                     group.candidates.learn(root, np.array(walk.tokens, dtype=np.int32), member.acceptance)
                     rows, speculation = step.plan.requests[member.place], request.speculation
                     if speculation.uses_window:
-                        speculation.state.judge_window(window_gain(speculation.drafters, rows, walk.nodes))
+                        speculation.state.update_window_value(window_gain(speculation.drafters, rows, walk.nodes))
         decodes = all(len(rows.pending) == 1 for rows in step.plan.requests)
         if self.costs is not None and decodes and step.result.is_warm:
             self.costs.refine(step.result.num_rows, step.result.seconds)

@@ -218,31 +218,34 @@ def expand(work, node, used, sources, weights, vocab_size):  # type: ignore[no-u
     """Add the children of a node as nodes `used …`, with their scores; returns their number."""
     drafts, roots, noise, table = sources
     nodes, scores, children = work.nodes, work.scores, work.children
-    slate, log_odds = children.slate, children.log_odds
+    child_table, log_odds = children.child_table, children.log_odds
     b, parent, last, depth = nodes[node, OWNER], nodes[node, PARENT], nodes[node, TOKEN], nodes[node, DEPTH]
     low, high = nodes[node, LOW], nodes[node, HIGH]
     drafted = read_drafts(drafts, work.order[low:high], work.group[low:high], depth, vocab_size, children)
     sort_drafts(work, node, used, drafted)
-    meets = noise_at(noise, b, depth, work.no_noise), noise.temperatures[b]
+    sampling = noise_at(noise, b, depth, work.no_noise), noise.temperatures[b]
     count, best_of_pair, best_of_token = drafted, -1, -1
     before = nodes[parent, TOKEN] if parent >= 0 else roots.about[b, BEFORE]
     pair = find_pair(table.pair_keys, before, last)
     if pair >= 0 and table.pair_ids[pair, 0] >= 0:
         row = table.pair_ids[pair], table.pair_logits[pair]
-        count, best_of_pair = read_table(row[0], row[1], children, count, OF_PAIR, meets)
+        count, best_of_pair = read_table(row[0], row[1], children, count, OF_PAIR, sampling)
     if last < len(table.token_ids) and table.token_ids[last, 0] >= 0:
         row = table.token_ids[last], table.token_logits[last]
-        count, best_of_token = read_table(row[0], row[1], children, count, OF_TOKEN, meets)
+        count, best_of_token = read_table(row[0], row[1], children, count, OF_TOKEN, sampling)
     if parent < 0:
-        count = read_runner_ups(roots.runner_ups[b], roots.runner_up_logits[b], slate, count, meets)
+        count = read_runner_ups(roots.runner_ups[b], roots.runner_up_logits[b], child_table, count, sampling)
     nodes[node, FIRST], nodes[node, COUNT] = used, count
     levels, features = (depth, best_of_token, best_of_pair), work.features[used : used + count]
-    weigh_children(children, count, levels, meets[0], weights, features)
+    weigh_children(children, count, levels, sampling[0], weights, features)
     for child in range(count):
         new = used + child
-        nodes[new, OWNER], nodes[new, PARENT], nodes[new, TOKEN] = b, node, slate[child, CHILD]
+        nodes[new, OWNER], nodes[new, PARENT], nodes[new, TOKEN] = b, node, child_table[child, CHILD]
         nodes[new, DEPTH], nodes[new, FIRST], nodes[new, COUNT] = depth + 1, -1, 0
-        nodes[new, TOP_SOURCE], nodes[new, NUM_SOURCES] = slate[child, BEST_SOURCE], slate[child, PROPOSED_BY]
+        nodes[new, TOP_SOURCE], nodes[new, NUM_SOURCES] = (
+            child_table[child, BEST_SOURCE],
+            child_table[child, PROPOSED_BY],
+        )
         if child >= drafted:
             nodes[new, LOW] = nodes[new, HIGH] = 0
         scores[new] = scores[node] / (ONE + np.exp(-log_odds[child]))
@@ -251,7 +254,7 @@ def expand(work, node, used, sources, weights, vocab_size):  # type: ignore[no-u
 
 @inline_jit
 def noise_at(noise, b, depth, unknown):  # type: ignore[no-untyped-def]
-    """Return the noise that a token of a request meets `depth` tokens ahead, or `unknown`."""
+    """Return the noise of a request `depth` tokens ahead, or `unknown`."""
     positions = noise.upcoming.shape[1]
     if noise.rows[b] < 0 or depth >= positions // 2:
         return unknown
@@ -261,11 +264,11 @@ def noise_at(noise, b, depth, unknown):  # type: ignore[no-untyped-def]
 @inline_jit
 def sort_drafts(work, node, used, count):  # type: ignore[no-untyped-def]
     """Sort the drafts of a node by child, so that the drafts of each child are neighbours in `order`."""
-    nodes, slate = work.nodes, work.children.slate
+    nodes, child_table = work.nodes, work.children.child_table
     low, start = nodes[node, LOW], nodes[node, LOW]
     for child in range(count):
         nodes[used + child, LOW] = nodes[used + child, HIGH] = start
-        start += slate[child, DRAFTED]
+        start += child_table[child, DRAFTED]
     for i in range(low, nodes[node, HIGH]):
         if work.group[i] >= 0:
             child = used + work.group[i]

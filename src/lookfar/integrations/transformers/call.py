@@ -25,7 +25,7 @@ UNKNOWN_TOKEN = 0  # stands for tokens that were given as KV or as embeddings
 
 
 class UnsupportedCall(Exception):  # noqa: N818
-    """Why transformers decodes a call itself."""
+    """A call that is left to transformers; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class GenerateCall:
         _require(not self.model.training, "it is in training mode (model.eval() leaves it)")
 
     def check(self, lm: LM) -> None:
-        """Refuse what the engine cannot do exactly."""
+        """Refuse calls that the engine cannot decode exactly."""
         config, support = self.config, lm.engine.runner.model.support
         _require(support.trees, support.reason or "")
         unknown = [k for k, v in self.inputs.items() if v is not None and k not in SUPPORTED_INPUTS]
@@ -144,8 +144,8 @@ class GenerateCall:
 
     def _check_cache(self) -> None:
         past = self.past
-        _require(past is None or (type(past) is DynamicCache and not past.offloading), "the cache is of a special kind")
-        _require(self.batch == 1 or not self.past_length, "a batch goes on from a cache")
+        _require(past is None or (type(past) is DynamicCache and not past.offloading), "the cache type is unsupported")
+        _require(self.batch == 1 or not self.past_length, "a batch continues from past_key_values")
         layers = [layer for layer in past.layers if layer.is_initialized] if past is not None else []
         whole = not self.past_length or all(layer.keys.shape[-2] == self.past_length for layer in layers)
         _require(whole, "its cache keeps only a window of the text")
@@ -165,7 +165,7 @@ class GenerateCall:
         return request
 
     def _prompt(self, row: int) -> tuple[list[int], torch.Tensor]:
-        """Return the tokens of a row without its padding, and which of the given places those are."""
+        """Return the tokens of a row without its padding, and a mask of the places that are not padding."""
         mask, embeds = self.inputs.get("attention_mask"), self.inputs.get("inputs_embeds")
         ids = self.input_ids[row]
         given = embeds.shape[1] if embeds is not None else len(ids)
@@ -174,7 +174,7 @@ class GenerateCall:
         # Either the whole text is given, or what follows the cached part of it.
         _require(length in (given, given + self.past_length), "the attention mask does not fit the input")
         _require(bool((known[1:] >= known[:-1]).all()), "the attention mask hides more than padding on the left")
-        _require(not self.past_length or bool(known.all()), "a padded text goes on from a cache")
+        _require(not self.past_length or bool(known.all()), "a padded text continues from past_key_values")
         self._check_positions(row, known.cpu())
         kept = known[length - given :].to(ids.device)
         tokens = ids[kept].tolist() if len(ids) == given else [UNKNOWN_TOKEN] * int(kept.sum())
@@ -187,13 +187,13 @@ class GenerateCall:
         positions = self.inputs.get("position_ids")
         if positions is None:
             return
-        _require(positions.ndim == 2, "its positions are not plain numbers")
+        _require(positions.ndim == 2, "position_ids are not [batch, length]")
         own = positions[row if len(positions) > 1 else 0].cpu()
         if len(own) == len(known):
             own, start = own[known], 0
         else:
             start = len(known) - len(own)
-        _require(torch.equal(own, torch.arange(start, start + len(own))), "its positions were given")
+        _require(torch.equal(own, torch.arange(start, start + len(own))), "position_ids are not the default ones")
 
 
 def _require(fine: bool, reason: str) -> None:

@@ -23,7 +23,7 @@ from lookfar.integrations.transformers.call import GenerateCall, UnsupportedCall
 from lookfar.integrations.transformers.results import LockstepStreamer, build_result
 from lookfar.integrations.transformers.state import ATTRIBUTE, ModelState, state_of
 from lookfar.lm import OnStep
-from lookfar.models.stock_loop import disguise, is_accelerated, stock_loop
+from lookfar.models.stock_loop import is_accelerated, stock_attributes, stock_loop
 from lookfar.sampling.params import ACCELERATED_MODES
 from lookfar.speculation.row_budget import Budget, check_budget
 
@@ -66,7 +66,7 @@ def generate(
     call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
     try:
         if synced_gpus:
-            raise UnsupportedCall("several processes run it in step")
+            raise UnsupportedCall("synced_gpus is set")
         call.check_model()
         lm = state.lm_of(model)
         call.check(lm)
@@ -109,17 +109,17 @@ def accelerate(
     """
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         raise RequestError(f"accelerate takes a transformers model that can generate, not {type(model).__name__}.")
-    parse_strategy(strategy)  # mistakes now, not at the first call
+    parse_strategy(strategy)  # raise errors now, not at the first call
     check_budget(budget)
     vars(model)[ATTRIBUTE] = ModelState({"strategy": strategy, "budget": budget, **options})
     if not is_accelerated(model):
         stock = type(model)
-        model.__class__ = type(stock.__name__, (stock,), {**disguise(stock), "_sample": generate})
+        model.__class__ = type(stock.__name__, (stock,), {**stock_attributes(stock), "_sample": generate})
     return model
 
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model what it was before `accelerate`, and drop what lookfar kept for it."""
+    """Undo `accelerate` and drop the lookfar state of the model."""
     vars(model).pop(ATTRIBUTE, None)
     if is_accelerated(model):
         model.__class__ = type(model)._lookfar_stock

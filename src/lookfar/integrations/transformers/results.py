@@ -1,4 +1,4 @@
-"""Finished requests → what `generate` returns, streams and leaves in a cache."""
+"""Finished requests → the outputs of `generate`: sequences, scores, streamed tokens, and the filled cache."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LockstepStreamer:
 def build_result(
     call: GenerateCall, requests: list[Request], results: list[RequestResult]
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """Return what `generate` returns."""
+    """Return token ids, or a dictionary with scores, logits and cache if the call asks for one."""
     steps = max(len(result.token_ids) for result in results)
     new = [result.token_ids + [call.pad_token] * (steps - len(result.token_ids)) for result in results]
     ids = torch.cat([call.input_ids, torch.tensor(new, device=call.input_ids.device)], -1)
@@ -61,7 +61,7 @@ def build_result(
 def _fill_cache(call: GenerateCall, results: list[RequestResult], ids: torch.Tensor, steps: int) -> torch.Tensor | None:
     """Give the caller's cache the KV of all tokens but the last, as `generate` leaves it.
 
-    The KV of one sequence is copied. A padded batch is not in the engine as it is here, so its KV is computed in one
+    The KV of one sequence is copied. The engine stores no padding, so the KV of a padded batch is computed in one
     more forward pass, which also gives the logits of the last `steps` places.
     """
     cache = call.past

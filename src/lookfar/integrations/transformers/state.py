@@ -1,4 +1,4 @@
-"""The lookfar state of a model: what is kept on a model of the user's."""
+"""The lookfar state of a model, kept as an attribute of the user's model."""
 
 from __future__ import annotations
 

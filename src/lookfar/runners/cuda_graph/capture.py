@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 
-def recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
-    """Run a function twice, for whatever it compiles or allocates once, then capture it: its result, and the replay."""
+def capture_graph(run: Callable[[], Any], pool: Any) -> tuple[Any, Callable[[], None]]:
+    """Run a function twice as a warm-up, then capture it; return its result and the function that replays it."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

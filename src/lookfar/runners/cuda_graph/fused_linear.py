@@ -1,6 +1,6 @@
 """Fused linear layers: layers that read the same input become one multiplication (queries, keys, values; gate, up).
 
-Which layers do is found by watching a forward pass, not by their names. Their weights are laid side by side in memory,
+Groups are found by observing a forward pass, not by layer names. Their weights are laid side by side in memory,
 so that one multiplication can read them; each layer keeps its own part as its weight, and no number changes.
 """
 
@@ -20,7 +20,7 @@ from lookfar.kernels.gemv_op import linear
 
 
 class SingleLinear(nn.Linear):
-    """A layer that multiplies for itself."""
+    """A linear layer that belongs to no group."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)

@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 
 from lookfar.core.plan import StepPlan
 from lookfar.kernels.sampling import sample
-from lookfar.runners.cuda_graph.capture import recorded
+from lookfar.runners.cuda_graph.capture import capture_graph
 from lookfar.sampling.sampler import process_rows
 
 
@@ -32,7 +32,7 @@ class GraphSampler:
             on_device.copy_(self._addresses, non_blocking=True)
             self.sampled.copy_(sample(process_rows(processors, logits), on_device), non_blocking=True)
 
-        _, self._replay = recorded(run, pool)
+        _, self._replay = capture_graph(run, pool)
 
     def launch(self, plan: StepPlan) -> None:
         """Sample behind a step that was launched."""

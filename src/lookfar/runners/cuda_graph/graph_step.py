@@ -20,7 +20,7 @@ from lookfar.kernels.row_table import MAX_PATH
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
 from lookfar.runners.base import StepResult
-from lookfar.runners.cuda_graph.capture import recorded
+from lookfar.runners.cuda_graph.capture import capture_graph
 from lookfar.runners.cuda_graph.compiled_layers import CompiledLayers
 from lookfar.runners.cuda_graph.flat_step import FlatStep
 from lookfar.runners.cuda_graph.fused_linear import FusedLinears
@@ -77,7 +77,7 @@ class GraphStep(FlatStep):
             return self.forward(layers.compiled)
 
     def launch(self, k: int) -> None:
-        """Run what was filled in."""
+        """Launch the step that `fill` described, with the top `k` tokens of each row as results."""
         if not self.on_gpu:
             self.cache.apply_moves()
             self.logits = self.run()
@@ -104,7 +104,7 @@ class GraphStep(FlatStep):
             results.copy_(top_k(logits, k), non_blocking=True)
             return logits
 
-        logits, replay = recorded(step, pool)
+        logits, replay = capture_graph(step, pool)
         self._graphs[k] = logits, results, replay
 
     def sampler_for(self, k: int, sampler: RowSampler, pool: Any) -> tuple[GraphSampler | None, bool]:

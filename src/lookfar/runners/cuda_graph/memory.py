@@ -21,7 +21,7 @@ def free_memory(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What memory there is, and what a KV cache takes of it."""
+    """The free memory of a device, and the needs of the KV cache and of captured steps."""
 
     position_bytes: int  # of one KV position in all layers
     graph_bytes: int  # left for captured steps
