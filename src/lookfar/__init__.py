@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         StoreError,
     )
     from lookfar.integrations.transformers.loop import accelerate, generate, restore
-    from lookfar.integrations.transformers.state import last_stats
+    from lookfar.integrations.transformers.state import last_stats, refresh
     from lookfar.lm import LM, Completion
     from lookfar.loading import load
     from lookfar.retrieval.draft_store import DraftStore
@@ -45,7 +45,7 @@ _MODULES = {
     "engine.stats": ("Stats",),
     "retrieval.draft_store": ("DraftStore",),
     "integrations.transformers.loop": ("accelerate", "generate", "restore"),
-    "integrations.transformers.state": ("last_stats",),
+    "integrations.transformers.state": ("last_stats", "refresh"),
     "drafters.base": ("DraftContext", "Drafter", "Outcome", "Predictions", "Proposal", "Strategy"),
     "drafters.registry": ("register",),
     "drafters.draft_model": ("DraftModel",),
@@ -105,6 +105,7 @@ __all__ = [
     "generate",
     "last_stats",
     "load",
+    "refresh",
     "register",
     "restore",
 ]

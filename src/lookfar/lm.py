@@ -122,6 +122,14 @@ class LM:
         """Return the draft state that a new LM starts with."""
         return DraftState(vocab_size, DraftStore(vocab_size, self.tokenizer))
 
+    def refresh(self) -> None:
+        """Drop all copies of the model's weights.
+
+        Only needed after single values were changed through `.data`: all other changes are detected before the next
+        call (docs/generation.md, "Models that change").
+        """
+        self.driver.call(lambda: self.engine.refresh(everything=True))
+
     @overload
     def generate(self, prompt: str | list[int], **options: Any) -> Completion: ...
     @overload

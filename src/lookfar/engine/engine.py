@@ -84,11 +84,24 @@ class Engine:
     def add(self, request: Request, index: int = 0) -> int:
         """Add a request and return its handle; `index` is its place among the requests of one call."""
         self.check(request)
-        state = RequestState(request, next(self._handles), index, request.draft_state or self.draft_state)
+        if self.scheduler.is_idle:
+            self.refresh()
+        draft_state = request.draft_state or self.draft_state
+        draft_state.fit(self.runner.model.vocab_size)
+        state = RequestState(request, next(self._handles), index, draft_state)
         if request.budget == "auto" and request.strategies and self.speculator.costs is None:
             self.speculator.costs = measured_costs(self.runner, self.cache, self.scheduler.max_batch)
         self.scheduler.add(state)
         return state.handle
+
+    def refresh(self, everything: bool = False) -> None:
+        """Follow changes of the model, such as edited weights or another precision: called when nothing is running.
+
+        `everything` also drops copies of weights that seem unchanged.
+        """
+        if self.runner.refresh(everything):
+            self.cache.clear()
+            self.speculator.costs = None
 
     def cancel(self, handle: int) -> None:
         """Drop a request; nothing happens if it has ended."""

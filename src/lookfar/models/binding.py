@@ -38,6 +38,21 @@ class BoundModel:
         self.support = support or examine(model.config, type(model))
         self._parameters = set(inspect.signature(model.forward).parameters)
         self._attention = _mask_attention(model)
+        self._shape = self._present_shape()
+
+    def refresh(self, everything: bool = False) -> bool:
+        """Follow changes of the model; returns whether a KV cache of before no longer fits. Not while a step runs.
+
+        `everything` also drops copies of weights that seem unchanged.
+        """
+        self._attention = _mask_attention(self.model)
+        if self._packed is not None:
+            self._packed.refresh(everything)
+        before, self._shape = self._shape, self._present_shape()
+        return before != self._shape
+
+    def _present_shape(self) -> tuple[Any, ...]:
+        return self.model.dtype, self.device, self.vocab_size
 
     @property
     def device(self) -> torch.device:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import get_ident
 from types import MethodType
 from typing import Any
@@ -18,19 +19,46 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lookfar.models.weight_changes import WeightState
+
 # The layout that oneDNN picks for this many rows also serves one row and a hundred; the one for one row does not.
 ROWS = 8
 SPARE = 2.0  # pack by default only if this many times the copy is free
+
+
+@dataclass
+class PackedWeight:
+    """A packed copy of a weight."""
+
+    weight: torch.Tensor  # kept, so that no other tensor gets its id
+    state: WeightState  # when it was packed
+    packed: torch.Tensor
 
 
 class PackedLinears:
     """The linear layers of one model. Layers that share a weight share its packed copy."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.layers: list[nn.Module] = [layer for layer in model.modules() if _can_pack(layer)]
+        self.model = model
         self.thread = 0  # the one whose calls use the packed weights
-        self._packed: dict[int, tuple[int, torch.Tensor]] = {}  # address of the weight → its version, packed
+        self._packed: dict[int, PackedWeight] = {}  # by the id of the weight
+        self._find_layers()
+
+    def _find_layers(self) -> None:
+        self.layers: list[nn.Module] = [layer for layer in self.model.modules() if _can_pack(layer)]
         self._forwards = [PackedForward(self, layer) for layer in self.layers]
+
+    def refresh(self, everything: bool = False) -> None:
+        """Follow changes of the model: other layers, and weights that have changed, or all. Not while a step runs."""
+        if everything:
+            self._packed.clear()
+        self._find_layers()
+        used = {id(weight_of(layer)) for layer in self.layers}
+        self._packed = {
+            key: known
+            for key, known in self._packed.items()
+            if key in used and known.state == WeightState.of(known.weight)
+        }
 
     @property
     def nbytes(self) -> int:
@@ -41,13 +69,13 @@ class PackedLinears:
     def packed_weight(self, layer: nn.Module) -> torch.Tensor:
         """Return the packed weight of a layer, packing it again if the weight has changed."""
         weight = weight_of(layer)
-        known = self._packed.get(weight.data_ptr())
-        if known is None or known[0] != weight._version:
-            with torch.no_grad():
-                plain = weight.t() if isinstance(layer, Conv1D) else weight
-                packed = torch.ops.mkldnn._reorder_linear_weight(plain.detach().contiguous(), ROWS)
-            known = self._packed[weight.data_ptr()] = weight._version, packed
-        return known[1]
+        known = self._packed.get(id(weight))
+        if known is None or not known.state.may_be_of(weight):
+            state, matrix = WeightState.of(weight), weight.detach()
+            matrix = matrix.t() if isinstance(layer, Conv1D) else matrix
+            packed = torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), ROWS)
+            known = self._packed[id(weight)] = PackedWeight(weight, state, packed)
+        return known.packed
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -78,9 +106,10 @@ def pack_by_default(model: PreTrainedModel) -> bool:
 def _can_pack(layer: nn.Module) -> bool:
     if type(layer) not in (nn.Linear, Conv1D) or "forward" in layer.__dict__:
         return False  # a layer of another library, or one that is wrapped already (offloaded weights)
-    weight = weight_of(layer)
+    weight = layer._parameters.get("weight")
     usable: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return usable and weight.device.type == "cpu" and weight.dtype == torch.float32
+    # A weight that is not a parameter is computed in each forward pass (pruning, weight normalisation).
+    return usable and weight is not None and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor:

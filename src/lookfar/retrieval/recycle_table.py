@@ -74,6 +74,8 @@ def store_predictions(arrays, before, tokens, top_ids, top_logits):  # type: ign
     full = k == token_ids.shape[1]
     for i in range(len(tokens)):
         token = tokens[i]
+        if token < 0 or token >= len(token_ids):
+            continue
         for j in range(k):
             token_ids[token, j], token_logits[token, j] = top_ids[i, j], top_logits[i, j]
         if not full:

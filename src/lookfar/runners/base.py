@@ -47,5 +47,11 @@ class ModelRunner(Protocol):
     def create_cache(self) -> SlotKVCache:
         """Create an empty KV cache that suits this runner."""
 
+    def refresh(self, everything: bool = False) -> bool:
+        """Follow changes of the model since the last request; returns whether the KV cache no longer fits.
+
+        `everything` also drops copies of weights that seem unchanged.
+        """
+
     def launch(self, plan: StepPlan, cache: SlotKVCache) -> PendingStep:
         """Start a step."""

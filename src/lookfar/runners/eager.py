@@ -27,6 +27,9 @@ class EagerRunner:
     def create_cache(self) -> SlotKVCache:
         return SlotKVCache()
 
+    def refresh(self, everything: bool = False) -> bool:
+        return self.model.refresh(everything)
+
     def launch(self, plan: StepPlan, cache: SlotKVCache) -> EagerStep:
         started = perf_counter()
         logits = self.model.forward(plan, cache)

@@ -21,6 +21,12 @@ class DraftState:
     def store(self) -> DraftStore:
         return self.sources.store
 
+    def fit(self, vocab_size: int) -> None:
+        """Follow a change of the vocabulary."""
+        if vocab_size != self.sources.vocab_size:
+            self.store.vocab_size = vocab_size
+            self.sources = DraftSources(vocab_size, self.store)
+
     def acceptance(self, names: tuple[str, ...], recycles: bool, samples: bool) -> AcceptanceModel:
         """Return the acceptance model of requests with these sources, with a recycle table or not, sampled or not."""
         key = names, recycles, samples

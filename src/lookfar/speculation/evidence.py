@@ -124,12 +124,13 @@ def noisy_logit(token, logit, noise, temperature):  # type: ignore[no-untyped-de
 
 
 @inline_jit
-def read_table(ids, logits, children, count, column, sampling):  # type: ignore[no-untyped-def]
+def read_table(row, children, count, column, sampling, vocab_size):  # type: ignore[no-untyped-def]
     """Add a row of recycled predictions to the children, with the levels of their probabilities.
 
     `sampling` is the noise of the position (empty if unknown) and the temperature. Returns the number of children and
     the level of the most likely prediction.
     """
+    ids, logits = row
     noise, temperature = sampling
     child_table, _, _, _, _, chances, _ = children
     highest, total, width = np.float32(-np.inf), np.float32(0.0), 0
@@ -143,7 +144,7 @@ def read_table(ids, logits, children, count, column, sampling):  # type: ignore[
         total += chances[i]
     for i in range(width):
         share = chances[i] / total
-        if len(noise) and share < MIN_SHARE:
+        if ids[i] >= vocab_size or (len(noise) and share < MIN_SHARE):
             continue
         child, count = add_child(child_table, count, ids[i])
         if child >= 0:
@@ -160,8 +161,9 @@ def level_of(probability):  # type: ignore[no-untyped-def]
 
 
 @inline_jit
-def read_runner_ups(tokens, logits, child_table, count, sampling):  # type: ignore[no-untyped-def]
+def read_runner_ups(row, child_table, count, sampling, vocab_size):  # type: ignore[no-untyped-def]
     """Add the runner-ups of the last token to the children of a root, each with its rank."""
+    tokens, logits = row
     noise, temperature = sampling
     for i in range(len(tokens)):
         rank = i
@@ -170,7 +172,7 @@ def read_runner_ups(tokens, logits, child_table, count, sampling):  # type: igno
             for j in range(len(tokens)):
                 if tokens[j] >= 0 and noisy_logit(tokens[j], logits[j], noise, temperature) > own:
                     rank += 1
-        if tokens[i] >= 0 and rank < TOP_K:
+        if 0 <= tokens[i] < vocab_size and rank < TOP_K:
             child, count = add_child(child_table, count, tokens[i])
             if child >= 0:
                 child_table[child, RANK] = min(rank + 1, RUNNER_UPS - 1)

@@ -229,12 +229,13 @@ def expand(work, node, used, sources, weights, vocab_size):  # type: ignore[no-u
     pair = find_pair(table.pair_keys, before, last)
     if pair >= 0 and table.pair_ids[pair, 0] >= 0:
         row = table.pair_ids[pair], table.pair_logits[pair]
-        count, best_of_pair = read_table(row[0], row[1], children, count, OF_PAIR, sampling)
+        count, best_of_pair = read_table(row, children, count, OF_PAIR, sampling, vocab_size)
     if last < len(table.token_ids) and table.token_ids[last, 0] >= 0:
         row = table.token_ids[last], table.token_logits[last]
-        count, best_of_token = read_table(row[0], row[1], children, count, OF_TOKEN, sampling)
+        count, best_of_token = read_table(row, children, count, OF_TOKEN, sampling, vocab_size)
     if parent < 0:
-        count = read_runner_ups(roots.runner_ups[b], roots.runner_up_logits[b], child_table, count, sampling)
+        row = roots.runner_ups[b], roots.runner_up_logits[b]
+        count = read_runner_ups(row, child_table, count, sampling, vocab_size)
     nodes[node, FIRST], nodes[node, COUNT] = used, count
     levels, features = (depth, best_of_token, best_of_pair), work.features[used : used + count]
     weigh_children(children, count, levels, sampling[0], weights, features)

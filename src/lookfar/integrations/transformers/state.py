@@ -51,6 +51,13 @@ def state_of(model: PreTrainedModel) -> ModelState:
     return found
 
 
+def refresh(model: PreTrainedModel) -> None:
+    """Drop all copies of a model's weights, as `LM.refresh` does."""
+    lm = state_of(model).lm
+    if lm is not None:
+        lm.refresh()
+
+
 def last_stats(model: PreTrainedModel) -> Stats:
     """Return the counts of the last accelerated `generate` of a model, all its sequences together."""
     return add_up(state_of(model).stats)

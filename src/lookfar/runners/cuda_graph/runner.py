@@ -30,6 +30,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows of captured steps; a ste
 SIZE_OF = [next(size for size in SIZES if size >= rows) for rows in range(SIZES[-1] + 1)]
 BATCHES = (1, 4, 16, 64, 512)  # requests that a captured step has room for; unused room costs little
 FIXED_ROWS = 64
+MOVED = "The model's weights were moved after its steps were captured: make a new LM of it."
 SAMPLED_BYTES = 64 << 20  # larger scores are sampled by the host, row by row as needed
 
 
@@ -54,6 +55,7 @@ class CudaGraphRunner:
         self._works = True
         self._embedding = model.model.get_input_embeddings().weight
         self._address = self._embedding.data_ptr()
+        self._addresses: list[int] = []  # of all weights, when the first request was added
         self._generation = -1  # of the KV buffers that the captured steps use
         self._steps: dict[tuple[int, int], GraphStep] = {}
         self._pool: Any = None
@@ -81,6 +83,13 @@ class CudaGraphRunner:
 
     def create_cache(self) -> SlotKVCache:
         return SlotKVCache(sizing=self._size_cache if self._captures else exact_size)
+
+    def refresh(self, everything: bool = False) -> bool:
+        present = [tensor.data_ptr() for tensor in (*self.model.model.parameters(), *self.model.model.buffers())]
+        self._addresses = self._addresses or present
+        if self._captures and present != self._addresses:
+            raise ModelError(MOVED)
+        return self.model.refresh(everything)
 
     def _size_cache(self, slots: int, length: int, most: int) -> tuple[int, int]:
         self._drop_graphs()  # they belong to the old buffers
@@ -110,7 +119,7 @@ class CudaGraphRunner:
         started = perf_counter()
         k = min(plan.top_k, self.model.vocab_size)
         if self._embedding.data_ptr() != self._address:
-            raise ModelError("The model's weights were moved after its steps were captured: make a new LM of it.")
+            raise ModelError(MOVED)
         given = any(rows.embeds is not None for rows in plan.requests)
         fits = self._works and not given and sum(plan.lengths) <= self._max_rows(plan)
         step, captured = self._step_for(plan, cache, k) if fits else (None, False)
