@@ -289,3 +289,73 @@ def test_a_model_without_a_generate_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     for name, value in {"temperature": 0.5, "regex": "a", "logits_processor": [print]}.items():
         with pytest.raises(RequestError, match=f"{name} needs a model with a generate method"):
             lookfar.LM(model).generate([5, 6, 7], **{name: value})
+
+
+def test_prompts_as_a_tokenizer_returns_them(lm: lookfar.LM, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = ["hello there", "hi"]
+    expected = [done.token_ids for done in lm.generate(texts, max_new_tokens=5)]
+    assert lm.generate(tokenizer(texts[0]), max_new_tokens=5).token_ids == expected[0]
+    assert lm.generate(dict(tokenizer(texts[0])), max_new_tokens=5).token_ids == expected[0]
+    tokenizer.pad_token = "</s>"
+    tokenizer.padding_side = "left"
+    padded = tokenizer(texts, padding=True, return_tensors="pt")
+    assert padded.attention_mask.min() == 0
+    assert [done.token_ids for done in lm.generate(padded, max_new_tokens=5)] == expected
+    assert [done.token_ids for done in lm.generate(tuple(texts), max_new_tokens=5)] == expected
+    assert lm.generate(tuple(tokenizer(texts[1]).input_ids), max_new_tokens=5).token_ids == expected[1]
+
+
+@pytest.mark.parametrize("prompt", [{"a": 1}, b"bytes", {1, 2}, iter([1, 2]), None, 7, object()])
+def test_other_things_are_no_prompts(lm: lookfar.LM, prompt: object) -> None:
+    with pytest.raises(lookfar.RequestError, match="A prompt is a text, a list of token ids, or a list of those, not"):
+        lm.generate(prompt, max_new_tokens=5)  # type: ignore[call-overload]
+
+
+def test_a_mask_of_another_shape_is_refused(lm: lookfar.LM) -> None:
+    with pytest.raises(lookfar.RequestError, match="attention_mask must have the shape of input_ids"):
+        lm.generate({"input_ids": [5, 6, 7], "attention_mask": [1, 1]}, max_new_tokens=5)  # type: ignore[call-overload]
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"temperature": INF}, "temperature must be a finite number, not inf"),
+        ({"temperature": "warm"}, "temperature must be a number, not 'warm'"),
+        ({"top_p": 2.0}, "top_p must be above 0 and at most 1, not 2.0"),
+        ({"top_p": NAN}, "top_p must be a finite number"),
+        ({"presence_penalty": NAN}, "presence_penalty must be a finite number"),
+        ({"frequency_penalty": "a"}, "frequency_penalty must be a number, not 'a'"),
+        ({"stop_strings": [""]}, "stop_strings holds an empty text"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids holds an empty list"),
+        ({"do_sample": True, "seed": 1 << 70}, "seed must fit into 64 bits"),
+    ],
+)
+def test_values_without_a_meaning_are_refused(lm: lookfar.LM, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(lookfar.RequestError, match=sentence):
+        lm.generate("hello", max_new_tokens=3, **options)
+
+
+def test_half_a_character_is_refused(lm: lookfar.LM) -> None:
+    for call in (lambda: lm.generate("a\ud800"), lambda: lm.chat([{"role": "user", "content": "a\ud800"}])):
+        with pytest.raises(lookfar.RequestError, match="half a character at position"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "messages", ["hello", [1], [{"role": "user"}], [{"role": "user", "content": None}], {"role": "user"}, []]
+)
+def test_messages_of_another_form_are_refused(lm: lookfar.LM, messages: Any) -> None:
+    with pytest.raises(lookfar.RequestError, match="chat takes a list of messages like"):
+        lm.chat(messages)
+
+
+def test_text_parts_of_messages_are_joined(lm: lookfar.LM) -> None:
+    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
+    assert lm.chat_text([{"role": "user", "content": parts}]) == lm.chat_text(
+        [{"role": "user", "content": "Hello there"}]
+    )
+    with pytest.raises(lookfar.RequestError, match="or parts like"):
+        lm.chat([{"role": "user", "content": [{"type": "image", "url": "x"}]}])

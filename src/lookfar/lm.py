@@ -22,6 +22,7 @@ from lookfar.engine.request import FinishReason, KVOptions, Request
 from lookfar.engine.stats import Stats
 from lookfar.errors import LookfarWarning, ModelError, RequestError
 from lookfar.models.binding import BoundModel
+from lookfar.models.hooks import has_position_hooks
 from lookfar.models.self_check import verifies_trees
 from lookfar.prompts import Messages, Prompt, as_prompts, chat_text, encode, ids_of
 from lookfar.retrieval.draft_store import DraftStore
@@ -292,6 +293,10 @@ class LM:
             return "it is called from inside a request of the same LM"
         if torch.is_autocast_enabled(self.device.type):
             return "autocast is on"
+        if has_position_hooks(self.model):
+            return (
+                "it has forward hooks, which may treat single positions (`row_wise = True` on a hook says it does not)"
+            )
         if self.engine.can_speculate(request):
             return ""
         return support.reason or (
@@ -319,6 +324,8 @@ def _generator(seed: int | None, generator: torch.Generator | None, device: torc
         raise RequestError("Give a seed or a generator, not both.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise RequestError(f"seed must be a whole number, not {seed!r}.")
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise RequestError(f"seed must fit into 64 bits, and {seed} does not.")
     return torch.Generator(device).manual_seed(seed)
 
 

@@ -10,19 +10,20 @@ from transformers import PreTrainedTokenizerBase
 from lookfar.errors import RequestError
 
 Prompt = str | Seq[int]
-Messages = Seq[Mapping[str, str]]
+Messages = Seq[Mapping[str, Any]]
+MESSAGE_FORM = 'chat takes a list of messages like {"role": "user", "content": "Hello"}.'
 
 
 def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
     """Return a prompt or a list of prompts as a list, and whether it was a single one."""
     if isinstance(prompt, str):
         return [prompt], True
-    try:
-        items = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-    except TypeError:
-        raise RequestError(
-            f"A prompt is a text, a list of token ids, or a list of those, not {type(prompt).__name__}."
-        ) from None
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:  # what a tokenizer returns
+        return _without_padding(prompt["input_ids"], prompt.get("attention_mask"))
+    items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(items, (list, tuple, range)):
+        raise RequestError(f"A prompt is a text, a list of token ids, or a list of those, not {type(prompt).__name__}.")
+    items = list(items)
     if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return [items], True
     if all(isinstance(item, (str, list, tuple)) for item in items):
@@ -30,12 +31,24 @@ def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
     raise RequestError("A list of prompts holds texts or lists of token ids, and nothing else.")
 
 
+def _without_padding(ids: Any, mask: Any) -> tuple[list[Prompt], bool]:
+    """Return encoded prompts, in lists or tensors, without the padding that an attention mask hides."""
+    prompts, single = as_prompts(ids)
+    if mask is None:
+        return prompts, single
+    masks, _ = as_prompts(mask)
+    if [len(prompt) for prompt in prompts] != [len(mask) for mask in masks]:
+        raise RequestError("attention_mask must have the shape of input_ids.")
+    pairs = zip(prompts, masks, strict=True)
+    return [[token for token, seen in zip(prompt, mask, strict=True) if seen] for prompt, mask in pairs], single  # type: ignore[misc]
+
+
 def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
     """Return the token ids of a prompt."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError("A text prompt needs a tokenizer: pass one to LM(model, tokenizer), or give token ids.")
-        prompt = ids_of(tokenizer(prompt, verbose=False))
+        prompt = ids_of(tokenizer(_checked_text(prompt), verbose=False))
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
         raise RequestError("A list of token ids holds whole numbers and nothing else.")
     ids = list(prompt)
@@ -52,9 +65,33 @@ def chat_text(messages: Messages, tokenizer: PreTrainedTokenizerBase | None) -> 
         raise RequestError("chat needs a tokenizer: pass one to lookfar.LM(model, tokenizer).")
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("This tokenizer has no chat template: use generate with a plain prompt.")
-    if not messages or not all("role" in message and "content" in message for message in messages):
-        raise RequestError('chat takes a list of messages like {"role": "user", "content": "Hello"}.')
-    return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+    if isinstance(messages, (str, Mapping)) or not messages or not all(isinstance(m, Mapping) for m in messages):
+        raise RequestError(MESSAGE_FORM)
+    texts = [{**message, "content": _message_text(message)} for message in messages]
+    return _checked_text(str(tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False)))
+
+
+def _message_text(message: Mapping[str, Any]) -> str | None:
+    """Return the text of a message, whose content is a text or a list of text parts; None for a mere tool call."""
+    content = message.get("content")
+    if "role" in message and (isinstance(content, str) or (content is None and "tool_calls" in message)):
+        return content
+    if "role" not in message or not isinstance(content, (list, tuple)):
+        raise RequestError(MESSAGE_FORM)
+    texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    if len(texts) < len(content):
+        raise RequestError('The content of a message is a text, or parts like {"type": "text", "text": "Hello"}.')
+    return "".join(texts)
+
+
+def _checked_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"The prompt holds half a character at position {error.start} (a lone surrogate): remove it."
+        ) from None
+    return text
 
 
 def ids_of(encoded: Any) -> list[int]:

@@ -278,7 +278,11 @@ def test_a_copy_of_the_model_that_is_made_while_it_decodes_is_independent() -> N
     lm = LM(model, pack=True)
     copies: list[PreTrainedModel] = []
 
-    hook = model.lm_head.register_forward_hook(lambda *_: copies.append(copy.deepcopy(model)))
+    def make_copy(*_: Any) -> None:
+        copies.append(copy.deepcopy(model))
+
+    make_copy.row_wise = True  # type: ignore[attr-defined]
+    hook = model.lm_head.register_forward_hook(make_copy)
     lm.generate(PROMPTS[0], max_new_tokens=2)
     hook.remove()
     ids = torch.tensor([PROMPTS[0]])

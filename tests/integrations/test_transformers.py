@@ -667,3 +667,34 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Unfeasible length constraints")
         yield
+
+
+def test_criteria_get_scores_of_the_shape_that_generate_gives(llama: PreTrainedModel) -> None:
+    def shapes(**arguments: Any) -> list[list[torch.Size]]:
+        seen: list[list[torch.Size]] = []
+
+        def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            seen.append([one.shape for one in scores])
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+        ids = torch.tensor([random_prompts(9)[0]], device=llama.device)
+        kept = {"return_dict_in_generate": True, "output_scores": True}
+        llama.generate(ids, max_new_tokens=4, pad_token_id=0, stopping_criteria=[criterion], **kept, **arguments)
+        return seen
+
+    assert shapes(custom_generate=lookfar.generate) == shapes()
+
+
+def test_stop_strings_are_accelerated() -> None:
+    tokenizer = byte_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    ids = torch.tensor([random_prompts(9)[0]], device=model.device)
+    arguments = {"max_new_tokens": 30, "pad_token_id": 0, "tokenizer": tokenizer}
+    text = tokenizer.decode(model.generate(ids, **arguments)[0, 9:])
+    arguments["stop_strings"] = [text[len(text) // 2 :][:1]]
+    expected = model.generate(ids, **arguments)
+    lookfar.accelerate(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lookfar.LookfarWarning)
+        assert torch.equal(model.generate(ids, **arguments), expected)
+    assert lookfar.last_stats(model).steps

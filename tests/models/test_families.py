@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,3 +164,11 @@ def test_quantized_layers_that_mix_rows_take_no_drafts(quantized: dict[str, Any]
     support = examine(LlamaConfig(quantization_config=quantized))
     assert support.trees is trees
     assert trees or "8-bit" in support.reason
+
+
+def test_costs_are_measured_where_a_model_counts_cached_tokens_itself(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr("lookfar.engine.costs.cache_dir", lambda: tmp_path)
+    model = tiny_model("xglm", torch.float32)
+    prompt = random_prompts(12)[0]
+    assert lookfar.LM(model).generate(prompt, max_new_tokens=6).token_ids == reference(model, prompt, 6)
+    assert (tmp_path / "costs.json").exists()

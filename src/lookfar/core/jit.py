@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numba
 from numba import njit
+
+from lookfar.core.cache_dir import cache_dir
+
+_config: Any = numba.config
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -13,7 +21,14 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Numba infers the argument types at run time, so these functions carry no annotations.
     """
-    compiled: Callable[..., Any] = njit(cache=True)(function)
+    before = _config.CACHE_DIR
+    try:
+        _config.CACHE_DIR = before or _compiled_dir()  # the package's own directory may be read-only
+        compiled: Callable[..., Any] = njit(cache=True)(function)
+    except RuntimeError:  # there is no place to write to: compile again in every process
+        compiled = njit(function)
+    finally:
+        _config.CACHE_DIR = before
     return compiled
 
 
@@ -24,3 +39,14 @@ def inline_jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     compiled: Callable[..., Any] = njit(inline="always")(function)
     return compiled
+
+
+@cache
+def _compiled_dir() -> str:
+    """Return a directory for this state of the compiled functions: numba does not notice changes of called ones."""
+    state = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.parent.glob("*/*.py")):
+        text = file.read_bytes()
+        if b"lookfar.core.jit" in text or file == Path(__file__):
+            state.update(text)
+    return str(cache_dir() / "compiled" / state.hexdigest()[:16])

@@ -12,7 +12,7 @@ def finish_reason(state: RequestState, tokens: list[int]) -> FinishReason | None
     request, sampler = state.request, state.sampler
     if request.criteria:
         text = torch.tensor([sampler.context + tokens], device=request.sampling.device)
-        scores = tuple(sampler.scores) if request.sampling.keep_scores else None
+        scores = tuple(one[None] for one in sampler.scores) if request.sampling.keep_scores else None
         if bool(request.criteria(text, scores).any()):
             return "stop"
     if tokens[-1] in request.stop_ids:

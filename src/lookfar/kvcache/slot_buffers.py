@@ -80,6 +80,12 @@ class SlotBuffers(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layer(layer_idx).update(key_states, value_states)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.kv_length - self.width  # also before the layers are allocated
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.kv_length, 0
+
     def write(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Write the step's rows, [batch, heads, rows, dim], into a buffer; return what the rows may look at."""
         if self._offset is not None:

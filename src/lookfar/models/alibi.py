@@ -44,6 +44,7 @@ def positions_as_bias(model: PreTrainedModel, masks: StepMasks) -> Iterator[None
             made.update({argument: bias, "attention_mask": _mask(model.config, masks, bias, args[0].dtype)})
         return args, kwargs | made
 
+    hook.row_wise = True  # type: ignore[attr-defined] # see hooks.py
     with ExitStack() as hooks:
         for block in blocks:
             hooks.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)

@@ -18,6 +18,7 @@ from transformers.generation import (
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from lookfar.errors import RequestError
+from lookfar.sampling.argument_checks import check_arguments
 from lookfar.sampling.grammar import Grammar, GrammarProcessor
 from lookfar.sampling.penalties import EmittedPenalty
 from lookfar.sampling.processors import processors_for_row
@@ -80,6 +81,7 @@ def _rules(
                 f"{extra[0]} needs a model with a generate method, which {type(model).__name__} does not have."
             )
         return GenerationRules(_whole(arguments["max_new_tokens"]), frozenset(), None, None, False)
+    check_arguments(arguments)
     own_criteria = arguments.pop("stopping_criteria", None) or StoppingCriteriaList()
     processors = LogitsProcessorList(arguments.pop("logits_processor", None) or ())
     prefix_function = arguments.pop("prefix_allowed_tokens_fn", None)

@@ -21,6 +21,7 @@ from lookfar.sampling.sampler import SamplingParams
 from lookfar.speculation.row_budget import Budget
 
 SUPPORTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep"}
+SUPPORTED_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # not for the model: criteria were made with them
 UNKNOWN_TOKEN = 0  # stands for tokens that were given as KV or as embeddings
 
 
