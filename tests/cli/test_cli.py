@@ -349,3 +349,37 @@ def test_bad_options_for_an_answer(
 ) -> None:
     assert run(monkeypatch, "generate", "abc", "--raw", "--model", saved, *options) == 2
     assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--seed", str(1 << 70), "--temperature", "1"], "seed must fit into 64 bits"),
+        (["--top-p", "2"], "top_p must be above 0 and at most 1"),
+        (["--temperature", "inf"], "temperature must be a finite number"),
+        (["--stop", ""], "stop_strings holds an empty text"),
+    ],
+)
+def test_values_without_a_meaning(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    saved: str,
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    assert run(monkeypatch, "generate", "hello", "--model", saved, *arguments) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stream", [None, io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8")])
+def test_standard_input_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: str, stream: Any
+) -> None:
+    monkeypatch.setattr(sys, "stdin", stream)
+    assert run(monkeypatch, "generate", "-", "--model", saved) == 2
+    assert "cannot be read from standard input" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "bench", "steps", "--shape", "llama-3-8b", "--device", "tpu") == 2
+    assert "Device 'tpu' is not available" in capsys.readouterr().err

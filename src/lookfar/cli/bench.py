@@ -179,8 +179,9 @@ def _random_lm(shape: str, device: str | None, dtype: str | None, compile: bool,
 
     from lookfar.bench.steps import random_model
     from lookfar.lm import LM
+    from lookfar.models.pretrained import available_device
 
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = available_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = getattr(torch, dtype or ("bfloat16" if place.type == "cuda" else "float32"), None)
     if not isinstance(kind, torch.dtype):
         raise ConfigError(f"Unknown dtype {dtype!r}: use float32, float16 or bfloat16.")

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from lookfar.errors import ConfigError
+from lookfar.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from lookfar.drafters.base import Strategy
@@ -147,10 +147,17 @@ def load_model(name: str, options: ModelOptions) -> LM:
 
 def prompt_ids(lm: LM, prompt: str, raw: bool) -> tuple[list[int], str]:
     """Return the ids of a prompt and its text; it is a user's message if the model has a chat template."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
     if not raw and text.strip() and getattr(lm.tokenizer, "chat_template", None):
         return lm.chat_ids([{"role": "user", "content": text}]), text
     return lm.encode(text), text
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except (AttributeError, OSError, ValueError):  # closed, or not UTF-8
+        raise RequestError("The prompt cannot be read from standard input: pipe a text in UTF-8 into it.") from None
 
 
 def names(text: str) -> list[str]:

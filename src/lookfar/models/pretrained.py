@@ -36,7 +36,9 @@ def load_pretrained(
     with quiet(), progress_bar(f"Loading {name}"):
         try:
             tokenizer = AutoTokenizer.from_pretrained(where)
-            model = AutoModelForCausalLM.from_pretrained(where, dtype=_dtype(dtype, device), device_map=_device(device))
+            model = AutoModelForCausalLM.from_pretrained(
+                where, dtype=_dtype(dtype, device), device_map=_device_map(device)
+            )
         except LookfarError:
             raise
         except Exception as error:  # transformers, safetensors and tokenizers raise many types
@@ -84,12 +86,15 @@ def _dtype(dtype: str | torch.dtype | None, device: str) -> Any:
     return dtype
 
 
-def _device(device: str) -> Any:
-    if device == "auto":
-        return "auto"
+def _device_map(device: str) -> Any:
+    return "auto" if device == "auto" else {"": available_device(device)}
+
+
+def available_device(device: str) -> torch.device:
+    """Return a device; raises a `ConfigError` if this machine does not have it."""
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"Device {device!r} is not available: {first_sentence(error)}.") from None
-    return {"": found}
+    return found
