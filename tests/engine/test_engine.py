@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from families import tiny_model
 from helpers import eager_engine, random_prompts, reference
+from lookfar import LM
 from lookfar.drafters.base import DraftContext, Drafter, Strategy
 from lookfar.drafters.jacobi import Jacobi
 from lookfar.drafters.lookahead import Lookahead
@@ -289,7 +290,8 @@ def test_an_error_in_a_callback_leaves_the_engine_usable(engine: Engine, expecte
     assert [s.token_ids for s in run_requests(engine, requests())] == expected
 
 
-def test_no_memory_is_one_sentence(llama: PreTrainedModel) -> None:
+def test_no_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lookfar.engine.request.ROOM", 10**14)  # otherwise the KV cache grows with the answer
     model = tiny_model("llama", max_position_embeddings=10**15)
     with pytest.raises(CapacityError, match="There is no memory for the KV cache of 1 requests"):
         run_requests(eager_engine(model), [Request(PROMPTS[0], 10**14)])
@@ -326,3 +328,45 @@ def test_drafts_and_window_rows_together_keep_to_the_reserved_rows(engine: Engin
     done = run_requests(engine, [request])[0]
     assert done.token_ids == expected[0]
     assert done.stats.rows <= done.stats.steps * (1 + request.max_draft_rows)
+
+
+def test_the_kv_cache_grows_with_long_answers(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lookfar.engine.request.ROOM", 4)
+    prompts = random_prompts(12, 70, 5, 33)
+    expected = [reference(llama, prompt, 150) for prompt in prompts]
+    for strategy in ("none", "auto", "lookahead"):
+        lm = LM(llama, strategy=strategy, max_batch=3)
+        assert [done.token_ids for done in lm.generate(prompts, max_new_tokens=150)] == expected
+        assert lm.engine.cache.capacity >= 150
+        assert lm.engine.scheduler.is_idle
+
+
+def test_a_limit_that_is_never_reached_reserves_no_memory() -> None:
+    model = tiny_model("bloom")  # without a limit of its own
+    prompt = random_prompts(12)[0]
+    expected = reference(model, prompt, 30)
+    stop = expected[20]
+    lm = LM(model)
+    done = lm.generate(prompt, max_new_tokens=10**9, eos_token_id=stop)
+    assert done.token_ids == expected[: expected.index(stop) + 1]
+    assert lm.engine.cache.capacity < 10_000
+
+
+def test_an_answer_that_outgrows_the_memory_ends_alone(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lookfar.engine.request.ROOM", 4)
+    lm = LM(llama, strategy="none", max_batch=2)
+    resize = lm.engine.cache.buffers.resize
+
+    def limited(slots: int, capacity: int) -> None:
+        if capacity > 128:
+            raise CapacityError("There is no memory.")
+        resize(slots, capacity)
+
+    monkeypatch.setattr(lm.engine.cache.buffers, "resize", limited)
+    short = random_prompts(5)[0]
+    stream = lm.stream(random_prompts(12)[0], max_new_tokens=200)
+    next(stream)
+    assert lm.generate(short, max_new_tokens=40).token_ids == reference(llama, short, 40)
+    with pytest.raises(CapacityError, match="There is no memory"):
+        list(stream)
+    assert lm.engine.scheduler.is_idle

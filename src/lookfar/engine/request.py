@@ -20,6 +20,7 @@ from lookfar.speculation.interface import RequestSpeculation
 from lookfar.speculation.row_budget import Budget, max_draft_rows
 
 FinishReason = Literal["stop", "length"]
+ROOM = 4096  # KV positions for the answer that are reserved at once; the KV cache grows with longer answers
 PREDICTED_PROMPT = 128  # prompt rows whose predictions drafters get, or as many as the request may emit
 
 
@@ -99,6 +100,16 @@ class RequestState:
     @property
     def num_pending(self) -> int:
         return len(self.ids) - self.num_cached
+
+    @property
+    def num_positions(self) -> int:
+        """The KV positions that the next step may need."""
+        return len(self.ids) + self.speculation.max_rows
+
+    @property
+    def reserved_positions(self) -> int:
+        """The KV positions to reserve: all that it may need, or room for a long answer."""
+        return min(self.request.max_positions, self.num_positions + max(ROOM, len(self.ids)))
 
     @property
     def remaining(self) -> int:

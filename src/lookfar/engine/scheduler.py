@@ -95,6 +95,7 @@ class Scheduler:
         """Admit waiting requests and pick the next step; it is empty if nothing can run."""
         started = perf_counter()
         self._admit()
+        self._grow_cache()
         requests, chunks = self._next_group(limits) if self.running else ([], [])
         return StepBatch(requests, chunks, started)
 
@@ -110,14 +111,14 @@ class Scheduler:
         if len(self.running) < self.max_batch:
             self._make_room(self.waiting)
         while self.waiting and len(self.running) < self.max_batch:
-            if not self.cache.has_room(self.waiting[0].request.max_positions):
+            if not self.cache.has_room(self.waiting[0].reserved_positions):
                 return
             self._start(self.waiting.popleft())
 
     def _make_room(self, queue: deque[RequestState]) -> None:
         """Reserve KV cache for all requests of a queue, or for its first one; end that one if it cannot fit."""
         keep = bool(self.running) or any(state.request.kv.reuse for state in queue)
-        length = max(state.request.max_positions for state in queue)
+        length = max(state.reserved_positions for state in queue)
         try:
             slots = min(self.max_batch, len(self.running) + len(queue))
             self.cache.reserve(slots, length, most=self.max_batch, keep=keep)
@@ -125,12 +126,23 @@ class Scheduler:
         except CapacityError:
             pass
         try:
-            first = queue[0].request.max_positions
+            first = queue[0].reserved_positions
             self.cache.reserve(len(self.running) + 1, first, most=len(self.running) + 1, keep=keep)
         except Exception as error:
             if not self.running:  # otherwise it waits for their memory
                 queue[0].fail(error)
                 self._ended.append(_last_output(queue.popleft()))
+
+    def _grow_cache(self) -> None:
+        """Make room for answers that have outgrown the KV cache; one that cannot grow ends with the error."""
+        capacity = self.cache.capacity
+        for state in [state for state in self.running.values() if state.num_positions > capacity]:
+            try:
+                self.cache.reserve(len(self.running), state.reserved_positions, most=self.max_batch, keep=True)
+            except Exception as error:
+                state.fail(error)
+                self._ended.append(_last_output(state))
+                self._release(state)
 
     def _start(self, state: RequestState) -> None:
         """Give a request its place in the KV cache, with what is cached already."""

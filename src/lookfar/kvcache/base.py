@@ -30,6 +30,11 @@ class KVCache(ABC):
 
     @property
     @abstractmethod
+    def capacity(self) -> int:
+        """The positions that a request may use at present; `reserve` adds more."""
+
+    @property
+    @abstractmethod
     def nbytes(self) -> int:
         """The memory held."""
 
