@@ -85,7 +85,7 @@ class CudaGraphRunner:
         return SlotKVCache(sizing=self._size_cache if self._captures else exact_size)
 
     def refresh(self, everything: bool = False) -> bool:
-        present = [tensor.data_ptr() for tensor in (*self.model.model.parameters(), *self.model.model.buffers())]
+        present = [parameter.data_ptr() for parameter in self.model.model.parameters()]
         self._addresses = self._addresses or present
         if self._captures and present != self._addresses:
             raise ModelError(MOVED)
