@@ -109,6 +109,7 @@ def test_streams_and_calls_share_the_engine(lm: LM) -> None:
     assert lm.engine.scheduler.is_idle
 
 
+@pytest.mark.slow
 def test_many_threads_at_once(lm: LM) -> None:
     texts = [f"prompt number {i}" for i in range(12)]
     expected = [lm.generate(text, max_new_tokens=15).token_ids for text in texts]

@@ -30,6 +30,7 @@ def test_the_drafter_of_the_page_is_about_30_lines() -> None:
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 36
 
 
+@pytest.mark.slow
 def test_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With a tiny model in place of the demo model; its output is the same with the drafter and without."""
 

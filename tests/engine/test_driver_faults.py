@@ -255,6 +255,7 @@ def test_closing_a_stream_keeps_a_seed_that_was_set_meanwhile(llama: PreTrainedM
     assert torch.equal(torch.rand(3), expected[1])
 
 
+@pytest.mark.slow
 def test_two_lms_of_one_model_in_two_threads() -> None:
     model = tiny_model("llama", torch.float32)
     expected = [reference(model, prompt, 20) for prompt in PROMPTS]
@@ -339,6 +340,7 @@ def test_a_forked_process_cannot_read_the_streams_of_its_parent(llama: PreTraine
     stream.close()
 
 
+@pytest.mark.slow
 @needs_fork
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_fork_waits_for_a_store_that_learns(llama: PreTrainedModel) -> None:

@@ -330,6 +330,7 @@ def test_drafts_and_window_rows_together_keep_to_the_reserved_rows(engine: Engin
     assert done.stats.rows <= done.stats.steps * (1 + request.max_draft_rows)
 
 
+@pytest.mark.slow
 def test_the_kv_cache_grows_with_long_answers(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lookfar.engine.request.ROOM", 4)
     prompts = random_prompts(12, 70, 5, 33)

@@ -491,6 +491,7 @@ def test_other_searches_are_transformers_own(pair: Pair) -> None:
     lookfar.restore(pair.plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("why", "arguments"),
     [

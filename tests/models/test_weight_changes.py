@@ -122,6 +122,7 @@ def decode_and_compare(lm: LM, model: PreTrainedModel) -> list[list[int]]:
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
 def test_a_changed_model_decodes_what_it_is_now(change: Callable[[PreTrainedModel], None]) -> None:
     model = tiny_model("llama", torch.float32)
@@ -177,6 +178,7 @@ def test_another_attention_between_two_calls() -> None:
     decode_and_compare(lm, model)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_wider_than_the_embeddings() -> None:
     model = tiny_model("llama", torch.float32)
     rows = model.lm_head.out_features

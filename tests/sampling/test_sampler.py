@@ -245,6 +245,7 @@ def test_calls_that_share_a_step_keep_their_own_noise(lm: LM) -> None:
     assert got == expected
 
 
+@pytest.mark.slow
 def test_drafts_meet_the_noise_they_were_ranked_with(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the model's predictions are known, so are the next tokens: most drafts are accepted."""
     prompt = random_prompts(12)[0]
