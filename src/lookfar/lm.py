@@ -276,8 +276,9 @@ class LM:
     def _split(self, requests: list[Request]) -> tuple[dict[int, Request], dict[int, Request]]:
         """Return the requests that the engine can take and those for the fallback, by index."""
         ours, others = {}, {}
+        of_call = self.why_call_falls_back()
         for i, request in enumerate(requests):
-            reason = self.why_fallback(request)
+            reason = of_call or self.why_request_falls_back(request)
             if not reason:
                 ours[i] = request
             else:
@@ -286,9 +287,8 @@ class LM:
                     self._warn(reason)
         return ours, others
 
-    def why_fallback(self, request: Request) -> str:
-        """Return why transformers has to decode a request; empty if the engine can."""
-        support = self.engine.runner.model.support
+    def why_call_falls_back(self) -> str:
+        """Return why transformers has to decode all requests of a call; empty if the engine can."""
         if self.driver.is_current_thread:
             return "it is called from inside a request of the same LM"
         if torch.is_autocast_enabled(self.device.type):
@@ -297,6 +297,11 @@ class LM:
             return (
                 "it has forward hooks, which may treat single positions (`row_wise = True` on a hook says it does not)"
             )
+        return ""
+
+    def why_request_falls_back(self, request: Request) -> str:
+        """Return why transformers has to decode a request; empty if the engine can."""
+        support = self.engine.runner.model.support
         if self.engine.can_speculate(request):
             return ""
         return support.reason or (

@@ -145,10 +145,10 @@ class SlotLayer(CacheLayerMixin):
         return self.cache.write(self.keys, key_states), self.cache.write(self.values, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.kv_length, 0
+        return self.cache.get_mask_sizes(query_length, 0)
 
     def get_seq_length(self) -> int:
-        return self.cache.kv_length - self.cache.width
+        return self.cache.get_seq_length()
 
     def get_max_length(self) -> int:
         return self.cache.capacity

@@ -130,6 +130,8 @@ class GenerateCall:
         )
         self._check_batch()
         self._check_cache()
+        reason = lm.why_call_falls_back()
+        _require(not reason, reason)
 
     def _check_batch(self) -> None:
         _require(
@@ -161,7 +163,7 @@ class GenerateCall:
                 raise
             raise UnsupportedCall(str(error).rstrip(".")) from None
         _require(bool(request.prompt) and request.max_new_tokens > 0, "there is no prompt, or no room for an answer")
-        if reason := lm.why_fallback(request):
+        if reason := lm.why_request_falls_back(request):
             raise UnsupportedCall(reason)
         return request
 
