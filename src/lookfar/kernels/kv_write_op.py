@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import torch
 
-
-def write_by_index(
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-) -> None:
-    """The reference of `write_kv`."""
-    keys[slots, :, positions] = new_keys[0].transpose(0, 1)
-    values[slots, :, positions] = new_values[0].transpose(0, 1)
+from lookfar.kernels import reference
 
 
 @torch.library.custom_op("lookfar::write_kv", mutates_args=("keys", "values"))
@@ -29,15 +18,15 @@ def write_kv(
 ) -> None:
     """Write each row's keys and values, [1, heads, rows, dim], to its slot and position.
 
-    An operator, so that compilers leave it as it is: for several rows the code that they generate for `write_by_index`
-    takes two to four times as long.
+    An operator, so that compilers leave it as it is: for several rows the code that they generate for the
+    reference takes two to four times as long.
     """
     if keys.device.type == "cuda":
         from lookfar.kernels.kv_move import write_rows
 
         write_rows(new_keys, new_values, keys, values, slots, positions)
     else:
-        write_by_index(new_keys, new_values, keys, values, slots, positions)
+        reference.write_kv(new_keys, new_values, keys, values, slots, positions)
 
 
 @write_kv.register_fake

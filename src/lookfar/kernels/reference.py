@@ -53,3 +53,16 @@ def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
         values, ids = scores.topk(min(k, scores.shape[-1]), -1)
         columns += [ids.int(), values.view(torch.int32)]
     return torch.cat(columns, -1)
+
+
+def write_kv(
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """Write each row's keys and values, [1, heads, rows, dim], to its slot and position."""
+    keys[slots, :, positions] = new_keys[0].transpose(0, 1)
+    values[slots, :, positions] = new_values[0].transpose(0, 1)

@@ -13,7 +13,8 @@ import torch
 from transformers import Cache
 
 from lookfar.core.plan import StepPlan
-from lookfar.kernels.kv_write_op import write_by_index, write_kv
+from lookfar.kernels import reference
+from lookfar.kernels.kv_write_op import write_kv
 from lookfar.kernels.row_table import (
     KV_POSITIONS,
     MAX_PATH,
@@ -50,7 +51,7 @@ class FlatWriter(Cache):
             self.select_layer(layer_idx, key_states, value_states)
         keys, values = self.now
         if torch.compiler.is_compiling() and key_states.shape[2] == 1:  # fused with what precedes
-            write_by_index(key_states, value_states, keys, values, self.slots, self.positions)
+            reference.write_kv(key_states, value_states, keys, values, self.slots, self.positions)
         else:
             write_kv(key_states, value_states, keys, values, self.slots, self.positions)
         return keys, values
