@@ -161,6 +161,18 @@ def test_the_cache_of_a_padded_prompt_has_its_padding(pair: Pair) -> None:
         same(a.keys[:, :, 3:], b.keys[:, :, 3:])
 
 
+@pytest.mark.parametrize("family", ["llama", "bloom", "gemma2"])
+def test_the_cache_of_a_batch_has_the_same_padding(family: str) -> None:
+    """Eager attention writes something for padding, which depends on how much text it is computed with."""
+    both = Pair(family, dtype=torch.float32)
+    for model in (both.plain, both.fast):
+        model.set_attn_implementation("eager")
+    expected, got = both.both(**padded(3, 14, 9), max_new_tokens=6, return_dict_in_generate=True)
+    for a, b in zip(expected.past_key_values.layers, got.past_key_values.layers, strict=True):
+        torch.testing.assert_close(a.keys, b.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(a.values, b.values, atol=1e-4, rtol=1e-4)
+
+
 def test_only_what_was_asked_for_comes_back(pair: Pair) -> None:
     _, got = pair.both(one(), max_new_tokens=5, return_dict_in_generate=True)
     assert got.scores is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import DynamicCache
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
@@ -76,7 +74,10 @@ def _fill_cache(call: GenerateCall, results: list[RequestResult], ids: torch.Ten
 
 
 def _forward(call: GenerateCall, ids: torch.Tensor, last: int, cache: DynamicCache) -> torch.Tensor:
-    """Return the logits of the last places of a padded batch, [batch, last, vocabulary]."""
+    """Return the logits of the last places of a padded batch, [batch, last, vocabulary].
+
+    Prompt and answer are passes of their own: what eager attention writes for padding depends on the pass's width.
+    """
     model, inputs = call.model, dict(call.inputs)
     mask = inputs.get("attention_mask")
     given = call.input_ids.shape[1]
@@ -85,19 +86,21 @@ def _forward(call: GenerateCall, ids: torch.Tensor, last: int, cache: DynamicCac
     if mask is None:
         mask = torch.ones(len(ids), before, dtype=torch.long, device=ids.device)
     mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - given)], -1).to(model.device)
-    feed: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
-    if "position_ids" in inputs:
-        feed["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    if embeds is not None:
-        new = model.get_input_embeddings()(ids[:, given:].to(model.device))
-        feed["inputs_embeds"] = torch.cat([embeds, new.to(embeds)], 1)
-    else:
-        feed["input_ids"] = ids.to(model.device)
-    if "logits_to_keep" in inputs:
-        feed["logits_to_keep"] = last
-    with torch.no_grad():
-        logits: torch.Tensor = model(**feed, return_dict=True).logits
-    return logits[:, -last:]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    prompt = {"inputs_embeds": embeds} if embeds is not None else {"input_ids": ids[:, :given].to(model.device)}
+    answer = {"input_ids": ids[:, given:].to(model.device)}
+    logits = []
+    for start, end, feed in ((0, before, prompt), (before, mask.shape[1], answer)):
+        if start == end:
+            continue
+        feed |= {"attention_mask": mask[:, :end], "past_key_values": cache, "use_cache": True}
+        if "position_ids" in inputs:
+            feed["position_ids"] = positions[:, start:end]
+        if "logits_to_keep" in inputs:
+            feed["logits_to_keep"] = min(last, end - start)
+        with torch.no_grad():
+            logits.append(model(**feed, return_dict=True).logits)
+    return torch.cat(logits, 1)[:, -last:]
 
 
 def _add_padding_scores(
