@@ -78,6 +78,21 @@ LATENT = {
 
 # family, or family:variant → what its config needs beside SMALL
 TREES: dict[str, dict[str, Any]] = {
+    # hybrids whose layers are all attention
+    "granitemoehybrid:attention": {
+        "layer_types": ["full_attention"] * 2,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 8,
+    },
+    "granitemoehybrid:rope": {
+        "layer_types": ["full_attention"] * 2,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 8,
+        "position_embedding_type": "rope",
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+    },
+    "qwen3_next:attention": {"layer_types": ["full_attention"] * 2},
     # full attention, grouped queries, rotary positions
     "llama": {},
     "apertus": {},

@@ -89,13 +89,13 @@ def _why_not(config: PreTrainedConfig, text: PreTrainedConfig, model_class: type
         return (
             "its 8-bit layers choose outlier columns over all rows of a step, so draft tokens would change the result"
         )
-    if getattr(model_class, "_is_stateful", False):
+    others = set(getattr(text, "layer_types", None) or ("unknown",)) - set(LAYER_TYPES)
+    if others and getattr(model_class, "_is_stateful", False):
         return "its recurrent state cannot be rolled back to a branch of a tree"
     for layer in DynamicCache(config=config).layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return f"its cache has layers of the type {type(layer).__name__}, which cannot be rolled back to a branch"
-    others = set(getattr(text, "layer_types", None) or ()) - set(LAYER_TYPES)
-    if others:
+    if others - {"unknown"}:
         return f"it has layers of the type {min(others)}, which are not ordinary attention"
     if unmasked := _unmasked(kinds, model_class):
         return f"its config names a {unmasked} that its attention does not follow"
