@@ -13,6 +13,10 @@ class RequestError(LookfarError, ValueError):
     """A prompt or a generation argument cannot be used."""
 
 
+class SamplingError(RequestError, RuntimeError):
+    """There is no token to sample: the scores are NaN. (A RuntimeError, as in torch.)"""
+
+
 class CapacityError(RequestError):
     """A request does not fit the model's positions or the memory of the KV cache."""
 

@@ -711,3 +711,55 @@ def test_stop_strings_are_accelerated() -> None:
         warnings.simplefilter("error", lookfar.LookfarWarning)
         assert torch.equal(model.generate(ids, **arguments), expected)
     assert lookfar.last_stats(model).steps
+
+
+# Calls that cannot work fail as they do without lookfar
+
+
+@pytest.mark.filterwarnings("ignore::lookfar.errors.LookfarWarning")
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.zeros(0, 4, dtype=torch.long),
+        torch.zeros(1, 0, dtype=torch.long),
+        torch.zeros(1, 4),
+        torch.zeros(4, dtype=torch.long),
+        torch.zeros(1, 2, 3, dtype=torch.long),
+        torch.tensor([[5, 500]]),
+        torch.tensor([[5, -1]]),
+    ],
+    ids=["empty batch", "empty prompt", "floats", "1-D", "3-D", "out of vocabulary", "negative"],
+)
+def test_bad_input_fails_as_in_transformers(pair: Pair, ids: torch.Tensor, do_sample: bool) -> None:
+    outcomes = []
+    for model in (pair.plain, pair.fast):
+        torch.manual_seed(0)
+        try:
+            outcomes.append(model.generate(ids.to(DEVICE), max_new_tokens=4, do_sample=do_sample).tolist())
+        except Exception as error:
+            outcomes.append((type(error), str(error)))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_logits_that_are_nan(batch: int) -> None:
+    both = Pair("llama", dtype=torch.float32)
+    with torch.no_grad():
+        for model in (both.plain, both.fast):
+            model.lm_head.weight[3] = float("nan")
+    ids = one().expand(batch, -1)
+    both.both(ids, max_new_tokens=5)  # argmax takes NaN for the largest number
+    for model in (both.plain, both.fast):
+        with pytest.raises(RuntimeError):
+            model.generate(ids, max_new_tokens=5, do_sample=True)
+
+
+def test_reasons_name_the_cause(pair: Pair) -> None:
+    nothing = {"input_ids": one().expand(2, -1), "attention_mask": torch.ones(2, 12, dtype=torch.long, device=DEVICE)}
+    nothing["attention_mask"][0] = 0
+    pair.passed_on("a prompt has no tokens", **nothing, max_new_tokens=3)
+    state_of(pair.fast)._warned.clear()
+    with warnings.catch_warnings():  # an assistant is not meant to be accelerated: nothing to warn of
+        warnings.simplefilter("error", LookfarWarning)
+        pair.plain.generate(one(), assistant_model=pair.fast, max_new_tokens=5)

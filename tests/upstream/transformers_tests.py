@@ -77,7 +77,8 @@ def run(tree: Path, places: list[str], choose: str, accelerated: bool) -> dict[s
         done = subprocess.run(command, cwd=tree, env=environment, check=False, capture_output=True, text=True)
         found: dict[str, list[str]] = json.loads(out.read_text()) if out.exists() else {}
     if not found:
-        sys.exit(f"{(done.stdout + done.stderr)[-2000:]}\nNo test of {places} ran: see above what transformers' tests need.")
+        print((done.stdout + done.stderr)[-2000:])
+        sys.exit(f"No test of {', '.join(places)} ran: see above what transformers' tests need.")
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from lookfar.core.arrays import Floats, Int32s, Ints
-from lookfar.errors import RequestError
+from lookfar.errors import SamplingError
 from lookfar.sampling.noise import RandomStream
 from lookfar.sampling.processors import is_history_free, processors_key, temperature_of
 
@@ -143,6 +143,6 @@ def pick(scores: torch.Tensor, noise: torch.Tensor | None) -> Ints:
 def check_sampled(tokens: Ints) -> None:
     """Refuse samples of scores that are NaN."""
     if tokens.min() < 0:
-        raise RequestError(
+        raise SamplingError(
             "The scores to sample from are NaN: a logits processor forbids every token, or the logits are NaN."
         )

@@ -26,7 +26,7 @@ UNKNOWN_TOKEN = 0  # stands for tokens that were given as KV or as embeddings
 
 
 class UnsupportedCall(Exception):  # noqa: N818
-    """A call that is left to transformers; the message is the reason."""
+    """A call that is left to transformers; the message is the reason, empty if nobody would ask for it."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,11 @@ class GenerateCall:
         """Refuse a model that the engine should not even bind."""
         _require(not self.model.config.is_encoder_decoder, "it is an encoder-decoder model")
         _require(not self.model.training, "it is in training mode (model.eval() leaves it)")
+        _require(not self.config.is_assistant)  # an assistant is not meant to be accelerated
+        ids = self.input_ids
+        _require(
+            ids.ndim == 2 and ids.shape[0] > 0 and not ids.is_floating_point(), "the input is no batch of token ids"
+        )
 
     def check(self, lm: LM) -> None:
         """Refuse calls that the engine cannot decode exactly."""
@@ -121,7 +126,6 @@ class GenerateCall:
         _require(support.trees, support.reason or "")
         unknown = [k for k, v in self.inputs.items() if v is not None and k not in SUPPORTED_INPUTS]
         _require(config.use_cache is not False, "use_cache is off")
-        _require(not config.is_assistant, "it drafts for another model")
         _require(not (config.return_dict_in_generate and config.output_attentions), "attentions are asked for")
         _require(not (config.return_dict_in_generate and config.output_hidden_states), "hidden states are asked for")
         _require(not unknown, f"{', '.join(unknown)} cannot be fed together with draft tokens")
@@ -162,7 +166,7 @@ class GenerateCall:
             if request.kv.embeds is None:
                 raise
             raise UnsupportedCall(str(error).rstrip(".")) from None
-        _require(bool(request.prompt) and request.max_new_tokens > 0, "there is no prompt, or no room for an answer")
+        _require(request.max_new_tokens > 0, "there is no room for an answer")
         if reason := lm.why_request_falls_back(request):
             raise UnsupportedCall(reason)
         return request
@@ -182,6 +186,7 @@ class GenerateCall:
         kept = known[length - given :].to(ids.device)
         tokens = ids[kept].tolist() if len(ids) == given else [UNKNOWN_TOKEN] * int(kept.sum())
         prompt = [UNKNOWN_TOKEN] * (length - given) + tokens
+        _require(bool(prompt), "a prompt has no tokens")
         _require(len(prompt) > self.past_length, "the cache already holds the whole text")
         return prompt, kept
 
@@ -199,6 +204,7 @@ class GenerateCall:
         _require(torch.equal(own, torch.arange(start, start + len(own))), "position_ids are not the default ones")
 
 
-def _require(fine: bool, reason: str) -> None:
+def _require(fine: bool, reason: str = "") -> None:
+    """Leave a call to transformers, with a warning if there is a reason to give."""
     if not fine:
         raise UnsupportedCall(reason)

@@ -87,8 +87,10 @@ def _forward(call: GenerateCall, ids: torch.Tensor, last: int, cache: DynamicCac
         mask = torch.ones(len(ids), before, dtype=torch.long, device=ids.device)
     mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - given)], -1).to(model.device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    prompt = {"inputs_embeds": embeds} if embeds is not None else {"input_ids": ids[:, :given].to(model.device)}
-    answer = {"input_ids": ids[:, given:].to(model.device)}
+    prompt: dict[str, Any] = (
+        {"inputs_embeds": embeds} if embeds is not None else {"input_ids": ids[:, :given].to(model.device)}
+    )
+    answer: dict[str, Any] = {"input_ids": ids[:, given:].to(model.device)}
     logits = []
     for start, end, feed in ((0, before, prompt), (before, mask.shape[1], answer)):
         if start == end:

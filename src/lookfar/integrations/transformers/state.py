@@ -33,7 +33,7 @@ class ModelState:
 
     def warn(self, model: PreTrainedModel, reason: str) -> None:
         """Warn once for each reason why a call is not accelerated."""
-        if reason not in self._warned:
+        if reason and reason not in self._warned:
             self._warned.add(reason)
             message = f"{model.config.model_type} is decoded by transformers itself: {reason}."
             warnings.warn(message, LookfarWarning, stacklevel=5)
