@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import DynamicCache
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
@@ -87,9 +89,9 @@ def _forward(call: GenerateCall, ids: torch.Tensor, last: int, cache: DynamicCac
         mask = torch.ones(len(ids), before, dtype=torch.long, device=ids.device)
     mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - given)], -1).to(model.device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    prompt: dict[str, Any] = (
-        {"inputs_embeds": embeds} if embeds is not None else {"input_ids": ids[:, :given].to(model.device)}
-    )
+    prompt: dict[str, Any] = {"input_ids": ids[:, :given].to(model.device)}
+    if embeds is not None:
+        prompt = {"inputs_embeds": embeds}
     answer: dict[str, Any] = {"input_ids": ids[:, given:].to(model.device)}
     logits = []
     for start, end, feed in ((0, before, prompt), (before, mask.shape[1], answer)):
