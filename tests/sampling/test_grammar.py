@@ -167,3 +167,15 @@ def test_each_row_gets_a_processor_of_its_own(lm: LM) -> None:
     processor = constrain(lm.tokenizer, regex="ab")
     assert isinstance(processor.for_row(1), GrammarProcessor)
     assert processor.for_row(1) is not processor
+
+
+@pytest.mark.slow
+def test_a_constraint_that_becomes_too_complex_is_an_error_and_not_an_end(lm: LM, capfd: Any) -> None:
+    """llguidance would say that the text is finished."""
+    cursor = GrammarCursor(Grammar.compile(lm.tokenizer, regex=r"(.|..|...|....){0,5000}(.*x.{100}){8}"))
+    text = lm.encode("xyabcdx" * 200)
+    with pytest.raises(RequestError, match="too complex"):
+        for end in range(len(text)):
+            assert cursor.move_to(text[:end])
+            cursor.allowed()
+    assert capfd.readouterr().err == ""

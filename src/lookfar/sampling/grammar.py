@@ -74,7 +74,7 @@ class Grammar:
     def matcher(self) -> LLMatcher:
         from llguidance import LLMatcher
 
-        return LLMatcher(self.tokenizer, self.source)
+        return LLMatcher(self.tokenizer, self.source, log_level=0)  # 0: it prints nothing
 
 
 class GrammarCursor:
@@ -92,13 +92,24 @@ class GrammarCursor:
             self.matcher.rollback(len(self._read) - same)
         new = tokens[same:]
         read = self.matcher.try_consume_tokens(new) if new else 0
+        if self.matcher.is_error():
+            self.matcher = self.grammar.matcher()
+            same, new = 0, tokens
+            read = self.matcher.try_consume_tokens(tokens)
         self._read = tokens[: same + read]
         return read == len(new) and not self.grammar.end_ids.intersection(self._read[-1:])
 
     def allowed(self) -> Bools:
         """[vocabulary]: which tokens may come next."""
-        packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        return np.unpackbits(packed, bitorder="little").astype(bool)
+        bits = self.matcher.compute_bitmask()
+        if self.matcher.is_error():  # its limits also count the drafts that it has followed: try without them
+            self.matcher = self.grammar.matcher()
+            self.matcher.try_consume_tokens(self._read)
+            bits = self.matcher.compute_bitmask()
+        if self.matcher.is_error():
+            reason = self.matcher.get_error().partition("\n")[0]
+            raise RequestError(f"The constraint is too complex for this text ({reason}): make it simpler.")
+        return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little").astype(bool)
 
     def forced(self) -> list[int]:
         """Return the tokens of the text that has to come next."""
