@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from inspect import signature
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -48,3 +49,32 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+@pytest.mark.slow
+def test_readme_passes_the_type_checker_and_a_typing_error_does_not(tmp_path: Path) -> None:
+    import re
+
+    from mypy import api
+
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS.parent / "README.md").read_text(), re.S)
+    right, wrong = tmp_path / "right.py", tmp_path / "wrong.py"
+    right.write_text("\n".join(blocks) + 'texts = [done.text for done in lm.generate(("a", "b"))]\n')
+    wrong.write_text('import lookfar\nlm = lookfar.load("demo")\nlm.generate("x", max_new_tokenz=3)\n')
+    options = ["--strict", "--cache-dir", str(DOCS.parent / ".mypy_cache" / "readme"), "--config-file", ""]
+    said, _, failed = api.run([*options, str(right)])
+    assert not failed, said
+    said, _, failed = api.run([*options, str(wrong)])
+    assert failed
+    assert 'did you mean "max_new_tokens"' in said
+
+
+def test_options_are_arguments_of_transformers_or_our_own() -> None:
+    from transformers import GenerationConfig, GenerationMixin
+
+    from lookfar.options import GenerateOptions
+    from lookfar.sampling.params import CONSTRAINTS
+
+    known = set(vars(GenerationConfig())) | set(signature(GenerationMixin.generate).parameters)
+    ours = {"strategy", "budget", "seed", "generator", "reuse", "presence_penalty", "frequency_penalty", *CONSTRAINTS}
+    assert set(GenerateOptions.__annotations__) - known == ours

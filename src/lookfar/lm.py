@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +24,7 @@ from lookfar.errors import LookfarWarning, ModelError, RequestError
 from lookfar.models.binding import BoundModel
 from lookfar.models.hooks import has_position_hooks
 from lookfar.models.self_check import verifies_trees
+from lookfar.options import GenerateOptions, GenerationArguments
 from lookfar.prompts import Messages, Prompt, as_prompts, chat_text, encode, ids_of
 from lookfar.retrieval.draft_store import DraftStore
 from lookfar.runners import create_runner
@@ -34,6 +35,10 @@ from lookfar.speculation.draft_state import DraftState
 from lookfar.speculation.row_budget import Budget, check_budget, default_budget
 from lookfar.streams import OutputSource, Stream, noise_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+TokenIds = list[int] | tuple[int, ...] | range
 OnStep = Callable[[StepOutput], None]  # called after each step of a request that emitted tokens
 
 
@@ -132,12 +137,24 @@ class LM:
         self.driver.call(lambda: self.engine.refresh(everything=True))
 
     @overload
-    def generate(self, prompt: str | list[int], **options: Any) -> Completion: ...
+    def generate(
+        self, prompt: str | TokenIds, *, on_step: OnStep | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion: ...
     @overload
-    def generate(self, prompt: list[str] | list[list[int]], **options: Any) -> list[Completion]: ...
+    def generate(
+        self,
+        prompt: list[str] | tuple[str, ...] | Seq[TokenIds],
+        *,
+        on_step: OnStep | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion]: ...
+    @overload
+    def generate(self, prompt: Any, *, on_step: OnStep | None = None, **options: Unpack[GenerateOptions]) -> Any: ...
 
-    def generate(self, prompt: Any, *, on_step: OnStep | None = None, **options: Any) -> Completion | list[Completion]:
-        """Decode one prompt (text or token ids), or a list of them; greedily, unless an option asks for sampling.
+    def generate(self, prompt: Any, *, on_step: OnStep | None = None, **options: Unpack[GenerateOptions]) -> Any:
+        """Decode one prompt, or a list of them; greedily, unless an option asks for sampling.
+
+        A prompt is a text or token ids; what a tokenizer returns can be given as it is.
 
         Options are those of `requests`: `max_new_tokens`, `strategy`, `seed`, … and every generation argument of
         transformers. `on_step` is called in this thread with the output of each step.
@@ -146,7 +163,7 @@ class LM:
         completions = [self._completion(result) for result in self.run(requests, on_step)]
         return completions[0] if single else completions
 
-    def stream(self, prompt: Any, **options: Any) -> Stream:
+    def stream(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Stream:
         """Decode as `generate` does, and yield one chunk for each step."""
         requests, _ = self.requests(prompt, **options)
         ours, others = self._split(requests)
@@ -157,9 +174,10 @@ class LM:
             sources.append(lambda: FallbackStream(self.model, others))
         return Stream(requests, sources, self.tokenizer)
 
-    def chat(self, messages: Messages, **options: Any) -> Completion:
+    def chat(self, messages: Messages, **options: Unpack[GenerateOptions]) -> Completion:
         """Answer a conversation, formatted with the tokenizer's chat template. Options as for `generate`."""
-        return self.generate(self.chat_ids(messages), **options)
+        answer: Completion = self.generate(self.chat_ids(messages), **options)
+        return answer
 
     def chat_ids(self, messages: Messages) -> list[int]:
         """Return the token ids of a conversation, ready for the model's answer."""
@@ -188,7 +206,7 @@ class LM:
         seed: int | None = None,
         generator: torch.Generator | None = None,
         reuse: bool = False,
-        **arguments: Any,
+        **arguments: Unpack[GenerationArguments],
     ) -> tuple[list[Request], bool]:
         """Return the requests for a prompt or a list of prompts, and whether it was one prompt.
 
@@ -203,12 +221,12 @@ class LM:
         if max_new_tokens is None and arguments.get("max_length") is None:
             max_new_tokens = 128
         generator = _generator(seed, generator, self.device)
-        arguments = arguments | {"max_new_tokens": max_new_tokens}
+        given = {**arguments, "max_new_tokens": max_new_tokens}
         noise: SamplingNoise | None = None
         requests = []
         for i, one in enumerate(prompts):
             row = PromptRow(self.encode(one), i, len(prompts))
-            rules = generation_rules(self.model, self.tokenizer, row, arguments)
+            rules = generation_rules(self.model, self.tokenizer, row, given)
             if rules.do_sample and noise is None:
                 noise = SamplingNoise(len(prompts), self.device, generator)
             requests.append(self._request(row, rules, noise, (strategies, rows), reuse))

@@ -20,6 +20,7 @@ from lookfar.engine.engine import Engine
 from lookfar.engine.outputs import RequestResult, StepOutput
 from lookfar.engine.request import Request
 from lookfar.lm import LM
+from lookfar.options import GenerateOptions
 
 __all__ = ["Scripted", "check_strategy", "run_requests", "tiny_model"]
 
@@ -143,15 +144,17 @@ def _check_exactness(strategy: Strategy, model: PreTrainedModel) -> None:
     """The tokens are those of decoding without drafts: alone and in a batch, greedy and sampled, cold and warm."""
     lm, base = LM(model, max_batch=2, prefill_chunk=16), LM(model, strategy="none")
     watched = _Watched(strategy, _vocab_size(lm))
-    for options in ({}, {"temperature": 0.9, "seed": 1}):
+    calls: list[GenerateOptions] = [{}, {"temperature": 0.9, "seed": 1}]
+    for options in calls:
         for budget in (None, 8):
-            asked = {"max_new_tokens": NEW_TOKENS, "budget": budget, **options}
-            expected = [base.generate(prompt, max_new_tokens=NEW_TOKENS, **options).token_ids for prompt in PROMPTS]
+            options["max_new_tokens"] = NEW_TOKENS
+            asked: GenerateOptions = {**options, "strategy": watched, "budget": budget}
+            expected = [base.generate(prompt, **options).token_ids for prompt in PROMPTS]
             for _ in range(2):
-                found = [lm.generate(prompt, strategy=watched, **asked).token_ids for prompt in PROMPTS]
+                found = [lm.generate(prompt, **asked).token_ids for prompt in PROMPTS]
                 _check(found == expected, f"{strategy.name}: the output equals decoding without drafts")
-            batch = lm.generate(list(PROMPTS), strategy=watched, **asked)
-            alone = base.generate(list(PROMPTS), max_new_tokens=NEW_TOKENS, **options)
+            batch = lm.generate(list(PROMPTS), **asked)
+            alone = base.generate(list(PROMPTS), **options)
             same = [done.token_ids for done in batch] == [done.token_ids for done in alone]
             _check(same, f"{strategy.name}: the output of a batch equals decoding without drafts")
 

@@ -174,8 +174,12 @@ def test_a_constraint_that_becomes_too_complex_is_an_error_and_not_an_end(lm: LM
     """llguidance would say that the text is finished."""
     cursor = GrammarCursor(Grammar.compile(lm.tokenizer, regex=r"(.|..|...|....){0,5000}(.*x.{100}){8}"))
     text = lm.encode("xyabcdx" * 200)
-    with pytest.raises(RequestError, match="too complex"):
+
+    def follow() -> None:
         for end in range(len(text)):
             assert cursor.move_to(text[:end])
             cursor.allowed()
+
+    with pytest.raises(RequestError, match="too complex"):
+        follow()
     assert capfd.readouterr().err == ""

@@ -5,7 +5,7 @@
 TREE is a source tree of transformers, best of the installed version: the tests are not in its wheel. Every test runs
 twice, in processes of its own: as it is, and with `generate` accelerating each model that it is called on. A test that
 passes with stock models must pass with accelerated ones; others prove nothing and are only counted. The tests need
-more packages than lookfar does: `pip install parameterized pytest-xdist datasets`.
+more packages than lookfar does: `pip install parameterized pytest-xdist datasets timeout-decorator`.
 """
 
 from __future__ import annotations

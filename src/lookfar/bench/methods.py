@@ -57,14 +57,14 @@ class Method:
             steps.append((output.seconds, output.num_rows, len(output.tokens)))
             count_drafts(drafts, output)
 
-        seeded = {"seed": seed} if sampling else {}
+        if sampling:
+            sampling = {"seed": seed, **sampling}
         done = lm.generate(
             list(prompts),
             max_new_tokens=new,
             strategy=self.strategy,
             budget=self.budget,
             on_step=on_step,
-            **seeded,
             **sampling,
         )
         seconds = perf_counter() - began

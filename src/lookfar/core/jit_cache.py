@@ -21,7 +21,7 @@ from lookfar.core.files import replace_file
 DIGEST = hashlib.sha256().digest_size
 
 
-class CompiledFunction(FunctionCache):  # type: ignore[misc]
+class CompiledFunction(FunctionCache):
     """The compiled code of one function, kept for the next process."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -32,7 +32,7 @@ class CompiledFunction(FunctionCache):  # type: ignore[misc]
             digest, code = stored[:DIGEST], stored[DIGEST:]
             if hashlib.sha256(code).digest() == digest:
                 return self._impl.rebuild(target_context, pickle.loads(code))
-        except Exception:  # noqa: BLE001 - whatever is wrong with the file, compiling works
+        except Exception:  # whatever is wrong with the file, compiling works
             return None
         return None
 
@@ -49,4 +49,6 @@ class CompiledFunction(FunctionCache):  # type: ignore[misc]
 
     def _path(self, sig: Any, codegen: Any) -> Path:
         key = (numba.__version__, self._index_key(sig, codegen))
-        return Path(self.cache_path) / f"{self._impl.filename_base}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+        return (
+            Path(self.cache_path) / f"{self._impl.filename_base}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+        )

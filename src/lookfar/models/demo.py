@@ -69,14 +69,15 @@ def _is_complete(model: Path) -> bool:
 def _contents(model: Path) -> dict[str, str]:
     """Return what tells files from damaged ones: their digests, and of the weights, which take a second, the length."""
     files = sorted(path for path in model.iterdir() if path.name != CONTENTS)
-    return {
-        path.name: str(path.stat().st_size) if path.suffix == ".safetensors" else _digest(path) for path in files
-    }
+    return {path.name: str(path.stat().st_size) if path.suffix == ".safetensors" else _digest(path) for path in files}
 
 
 def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _wheel(folder: Path) -> Path:
