@@ -23,7 +23,7 @@ LAYERS = (
     ("drafters", "runners"),
     ("speculation",),
     ("engine",),
-    ("streams", "profiles"),
+    ("streams", "profiles", "options"),
     ("lm",),
     ("loading",),
     ("integrations", "explain", "bench", "testing"),

@@ -20,7 +20,7 @@ from lookfar.engine.fallback import FallbackStream, decode_with_transformers
 from lookfar.engine.outputs import RequestResult, StepOutput
 from lookfar.engine.request import FinishReason, KVOptions, Request
 from lookfar.engine.stats import Stats
-from lookfar.errors import LookfarWarning, ModelError, RequestError
+from lookfar.errors import LookfarWarning, ModelError
 from lookfar.models.binding import BoundModel
 from lookfar.models.hooks import has_position_hooks
 from lookfar.models.self_check import verifies_trees
@@ -28,6 +28,7 @@ from lookfar.options import GenerateOptions, GenerationArguments
 from lookfar.prompts import Messages, Prompt, as_prompts, chat_text, encode, ids_of
 from lookfar.retrieval.draft_store import DraftStore
 from lookfar.runners import create_runner
+from lookfar.sampling.argument_checks import checked_generator
 from lookfar.sampling.noise import RandomStream, SamplingNoise
 from lookfar.sampling.params import GenerationRules, PromptRow, generation_rules
 from lookfar.sampling.sampler import SamplingParams
@@ -220,7 +221,7 @@ class LM:
         strategies, rows = self.speculation_for(strategy, budget)
         if max_new_tokens is None and arguments.get("max_length") is None:
             max_new_tokens = 128
-        generator = _generator(seed, generator, self.device)
+        generator = checked_generator(seed, generator, self.device)
         given = {**arguments, "max_new_tokens": max_new_tokens}
         noise: SamplingNoise | None = None
         requests = []
@@ -337,19 +338,6 @@ class LM:
         output = result.token_ids
         text = self.tokenizer.decode(output, skip_special_tokens=True) if self.tokenizer is not None else ""
         return Completion(str(text), output, result.finish_reason, result.stats)
-
-
-def _generator(seed: int | None, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
-    """Return the generator to sample with; None: torch's own."""
-    if seed is None:
-        return generator
-    if generator is not None:
-        raise RequestError("Give a seed or a generator, not both.")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise RequestError(f"seed must be a whole number, not {seed!r}.")
-    if not -(1 << 63) <= seed < 1 << 64:
-        raise RequestError(f"seed must fit into 64 bits, and {seed} does not.")
-    return torch.Generator(device).manual_seed(seed)
 
 
 def _is_stock(model: PreTrainedModel) -> bool:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from lookfar.errors import RequestError
 
 
@@ -25,3 +27,18 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise RequestError("stop_strings holds an empty text: give at least one character.")
     if any(not words for words in arguments.get("bad_words_ids") or ()):
         raise RequestError("bad_words_ids holds an empty list: give the token ids of each word.")
+
+
+def checked_generator(
+    seed: int | None, generator: torch.Generator | None, device: torch.device
+) -> torch.Generator | None:
+    """Return the generator to sample with; None: torch's own."""
+    if seed is None:
+        return generator
+    if generator is not None:
+        raise RequestError("Give a seed or a generator, not both.")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise RequestError(f"seed must be a whole number, not {seed!r}.")
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise RequestError(f"seed must fit into 64 bits, and {seed} does not.")
+    return torch.Generator(device).manual_seed(seed)
