@@ -27,7 +27,7 @@ from lookfar.bench.suites import read_prompts, read_suite
 from lookfar.bench.summary import summarize
 from lookfar.cli import app
 from lookfar.engine.stats import is_natural
-from lookfar.errors import ConfigError
+from lookfar.errors import CapacityError, ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -269,6 +269,16 @@ def test_prompts_from_files(tmp_path: Path, data: Path) -> None:
 def test_mistakes(lm: lookfar.LM, data: Path, changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         measure(lm, data, **changes)
+
+
+def test_prompts_that_are_too_long_are_named_before_anything_is_measured(lm: lookfar.LM, tmp_path: Path) -> None:
+    (tmp_path / "alpha.jsonl").write_text(
+        json.dumps({"id": "short", "task": "t", "format": "completion", "prompt": "hello"})
+        + "\n"
+        + json.dumps({"id": "long", "task": "t", "format": "completion", "prompt": "x" * 250})
+    )
+    with pytest.raises(CapacityError, match=r"Prompt long of alpha has 25\d tokens, .* 256 positions"):
+        measure(lm, tmp_path, suites=["alpha"])
 
 
 def test_the_command_says_what_is_missing() -> None:

@@ -17,7 +17,7 @@ from lookfar.bench.records import Results, Run
 from lookfar.bench.suites import Prompt
 from lookfar.core.progress import progress_bar
 from lookfar.drafters.registry import StrategySpec, name_of, parse_strategy
-from lookfar.errors import ConfigError, RequestError
+from lookfar.errors import CapacityError, ConfigError, RequestError
 from lookfar.lm import LM
 from lookfar.speculation.row_budget import Budget
 from lookfar.version import __version__
@@ -79,6 +79,7 @@ class Benchmark:
 
     def run(self) -> Results:
         """Measure what is not in the file yet."""
+        self._check_lengths()
         results = self._resume()
         done = {run.key: run for run in results.runs}
         saved = perf_counter()
@@ -100,6 +101,20 @@ class Benchmark:
                 if self.out is not None and results.runs:
                     results.save(self.out)
         return results
+
+    def _check_lengths(self) -> None:
+        """Refuse prompts that are too long for the model before anything is measured."""
+        most = self.lm.engine.max_length
+        if most is None:
+            return
+        for suite, prompts in self.suites.items():
+            for prompt in prompts:
+                length = len(prompt.ids(self.lm))
+                if length + self.max_new_tokens > most:
+                    raise CapacityError(
+                        f"Prompt {prompt.id} of {suite} has {length} tokens, which do not fit in the model's {most} "
+                        f"positions with {self.max_new_tokens} new ones: remove it, or generate fewer tokens."
+                    )
 
     def _resume(self) -> Results:
         if self.out is None or not self.out.exists():

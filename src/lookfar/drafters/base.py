@@ -20,6 +20,7 @@ from lookfar.errors import ConfigError
 from lookfar.retrieval.recycle_table import RecycleTable
 from lookfar.retrieval.sources import DraftSources
 
+MAX_SETTING = 65_536  # of whole numbers; what a model and the memory allow is checked with each request
 MAX_SCORE = 15  # match scores go from 0 to this
 
 NO_DRAFTS: Int32s = np.zeros((0, 0), np.int32)
@@ -121,8 +122,10 @@ class Strategy(ABC):
                 raise ConfigError(f"{self.name}: {key} must be one of {', '.join(values)}, not {getattr(self, key)!r}.")
 
     def _check_at_least(self, **minima: int) -> None:
-        """Refuse settings that are not whole numbers of at least a minimum."""
+        """Refuse settings that are not whole numbers of at least a minimum, or beyond all use."""
         for key, minimum in minima.items():
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
                 raise ConfigError(f"{self.name}: {key} must be a whole number of at least {minimum}, not {value!r}.")
+            if value > MAX_SETTING:
+                raise ConfigError(f"{self.name}: {key} must be at most {MAX_SETTING}, not {value}.")

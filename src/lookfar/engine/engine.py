@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from itertools import count
 
 from lookfar.engine.costs import measured_costs, save_refined_costs
+from lookfar.engine.limits import check_request
 from lookfar.engine.outputs import StepOutput
 from lookfar.engine.request import Request, RequestState
 from lookfar.engine.scheduler import Scheduler
 from lookfar.engine.verify import verify
-from lookfar.errors import CapacityError, ConfigError
+from lookfar.errors import ConfigError
 from lookfar.runners.base import ModelRunner
 from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.draft_state import DraftState
@@ -139,22 +140,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Refuse a request that cannot fit, before anything is decoded."""
-        if self.max_length is not None and request.max_length > self.max_length:
-            ours = self.max_length != self.runner.model.support.max_positions
-            raise CapacityError(
-                f"The prompt has {len(request.prompt)} tokens and max_new_tokens is {request.max_new_tokens}: "
-                f"{request.max_length} do not fit in {self.max_length}, so shorten one of them"
-                + (" or raise max_length." if ours else ", the most that this model has positions for.")
-            )
-        limits = self.runner.limits
-        window = sum(strategy.max_rows for strategy in request.strategies if strategy.uses_window)
-        if limits.rows is not None and window >= limits.rows:
-            raise ConfigError(
-                f"A step has room for {limits.rows} rows here and the window of this strategy takes {window + 1}: "
-                "use a smaller window."
-            )
-        if limits.fixed_rows and request.kv.embeds is not None:
-            raise ConfigError("exact=True takes prompts as token ids, not as embeddings.")
+        check_request(request, self.runner, self.max_length)
 
     def can_speculate(self, request: Request) -> bool:
         """Whether draft trees for this request are verified exactly; transformers decodes other requests."""
