@@ -20,7 +20,7 @@ from lookfar.engine.fallback import FallbackStream, decode_with_transformers
 from lookfar.engine.outputs import RequestResult, StepOutput
 from lookfar.engine.request import FinishReason, KVOptions, Request
 from lookfar.engine.stats import Stats
-from lookfar.errors import LookfarWarning, ModelError
+from lookfar.errors import LookfarWarning, ModelError, RequestError
 from lookfar.models.binding import BoundModel
 from lookfar.models.hooks import has_position_hooks
 from lookfar.models.self_check import verifies_trees
@@ -221,6 +221,8 @@ class LM:
         strategies, rows = self.speculation_for(strategy, budget)
         if max_new_tokens is None and arguments.get("max_length") is None:
             max_new_tokens = 128
+        if not isinstance(reuse, bool):
+            raise RequestError(f"reuse must be true or false, not {reuse!r}.")
         generator = checked_generator(seed, generator, self.device)
         given = {**arguments, "max_new_tokens": max_new_tokens}
         noise: SamplingNoise | None = None

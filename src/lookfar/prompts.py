@@ -65,7 +65,8 @@ def chat_text(messages: Messages, tokenizer: PreTrainedTokenizerBase | None) -> 
         raise RequestError("chat needs a tokenizer: pass one to lookfar.LM(model, tokenizer).")
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("This tokenizer has no chat template: use generate with a plain prompt.")
-    if isinstance(messages, (str, Mapping)) or not messages or not all(isinstance(m, Mapping) for m in messages):
+    listed = isinstance(messages, Seq) and not isinstance(messages, str)
+    if not listed or not messages or not all(isinstance(message, Mapping) for message in messages):
         raise RequestError(MESSAGE_FORM)
     texts = [{**message, "content": _message_text(message)} for message in messages]
     return _checked_text(str(tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False)))

@@ -79,7 +79,7 @@ class Benchmark:
 
     def run(self) -> Results:
         """Measure what is not in the file yet."""
-        self._check_lengths()
+        self._check_input()
         results = self._resume()
         done = {run.key: run for run in results.runs}
         saved = perf_counter()
@@ -102,8 +102,9 @@ class Benchmark:
                     results.save(self.out)
         return results
 
-    def _check_lengths(self) -> None:
-        """Refuse prompts that are too long for the model before anything is measured."""
+    def _check_input(self) -> None:
+        """Refuse sampling options without a meaning and prompts that are too long, before anything is measured."""
+        self.lm.requests([0], max_new_tokens=1, **self.sampling)
         most = self.lm.engine.max_length
         if most is None:
             return

@@ -66,6 +66,8 @@ def write_store_file(path: Path, contents: StoreContents, vocab_size: int, token
 def read_store_file(path: Path) -> tuple[StoreHeader, StoreContents]:
     """Read and check a store file."""
     damaged = StoreError(f"{path} is cut short or damaged: build it again.")
+    if path.is_dir():
+        raise StoreError(f"{path} is a directory: give the file of a store.")
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}

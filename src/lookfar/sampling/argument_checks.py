@@ -10,15 +10,35 @@ import torch
 
 from lookfar.errors import RequestError
 
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "max_time",
+)
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
+
+def check_arguments(arguments: Mapping[str, Any], vocab_size: int) -> None:
     """Refuse values without a meaning."""
-    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
+    for name in NUMBERS:
         value = arguments.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise RequestError(f"{name} must be a number, not {value!r}.")
         if value is not None and not math.isfinite(value):
             raise RequestError(f"{name} must be a finite number, not {value}.")
+    first = arguments.get("forced_bos_token_id")
+    if first is not None and (type(first) is not int or first not in range(vocab_size)):
+        raise RequestError(f"forced_bos_token_id must be a token id below {vocab_size}, not {first!r}.")
+    for name in ("logits_processor", "stopping_criteria"):
+        given = arguments.get(name) or ()
+        if not isinstance(given, (list, tuple)) or not all(map(callable, given)):
+            raise RequestError(f"{name} takes a list of functions or objects that can be called.")
+    function = arguments.get("prefix_allowed_tokens_fn")
+    if function is not None and not callable(function):
+        raise RequestError("prefix_allowed_tokens_fn takes a function of the batch index and the token ids.")
     top_p = arguments.get("top_p")
     if top_p is not None and not 0 < top_p <= 1:
         raise RequestError(f"top_p must be above 0 and at most 1, not {top_p}.")
@@ -33,6 +53,8 @@ def checked_generator(
     seed: int | None, generator: torch.Generator | None, device: torch.device
 ) -> torch.Generator | None:
     """Return the generator to sample with; None: torch's own."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise RequestError(f"generator takes a torch.Generator, not {type(generator).__name__}.")
     if seed is None:
         return generator
     if generator is not None:

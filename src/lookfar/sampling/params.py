@@ -17,7 +17,7 @@ from transformers.generation import (
 )
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from lookfar.errors import RequestError
+from lookfar.errors import RequestError, first_sentence
 from lookfar.sampling.argument_checks import check_arguments
 from lookfar.sampling.grammar import Grammar, GrammarProcessor
 from lookfar.sampling.penalties import EmittedPenalty
@@ -61,8 +61,9 @@ def generation_rules(
         rules = _rules(model, tokenizer, prompt.ids, dict(arguments))
     except RequestError:
         raise
-    except (ValueError, TypeError) as error:  # transformers checks most arguments when it builds a processor
-        raise RequestError(f"A generation argument cannot be used: {error}") from None
+    except (ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError, LookupError) as error:
+        # transformers checks most arguments when it builds a processor
+        raise RequestError(f"A generation argument cannot be used: {first_sentence(error)}.") from None
     processors = processors_for_row(rules.processors or LogitsProcessorList(), prompt.row, prompt.batch)
     if processors is None or not are_row_wise(rules.criteria or (), prompt.batch):
         raise RequestError(
@@ -81,7 +82,7 @@ def _rules(
                 f"{extra[0]} needs a model with a generate method, which {type(model).__name__} does not have."
             )
         return GenerationRules(_whole(arguments["max_new_tokens"]), frozenset(), None, None, False)
-    check_arguments(arguments)
+    check_arguments(arguments, model.config.get_text_config(decoder=True).vocab_size)
     own_criteria = arguments.pop("stopping_criteria", None) or StoppingCriteriaList()
     processors = LogitsProcessorList(arguments.pop("logits_processor", None) or ())
     prefix_function = arguments.pop("prefix_allowed_tokens_fn", None)
