@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -221,3 +222,69 @@ def test_an_lm_learns_saves_and_loads(tmp_path: Path) -> None:
     assert silent.store.tokens == 0
     assert silent.store.contents().text.tolist() == []
     assert END not in lm.generate(prompt, max_new_tokens=4).token_ids
+
+
+@pytest.mark.slow
+def test_ten_million_tokens_stay_within_bounds() -> None:
+    """docs/benchmarks.md states them."""
+    store = DraftStore(50_000)
+    texts = (np.random.default_rng(0).zipf(1.3, 1_000_000) % 50_000).reshape(-1, 10_000).astype(np.int32)
+    store.learn(texts[:1])  # compiles
+    began = perf_counter()
+    for number in range(10):
+        for text in texts:
+            store.add((text + number) % 50_000)
+    for text in texts[:20]:
+        store.count(text)
+    assert perf_counter() - began < 60  # about 10 on an idle machine
+    assert 2_000_000 < store.tokens <= 4 << 20
+    assert store.nbytes < 250e6
+    began = perf_counter()
+    for text in texts:
+        store.find(text[:40], 16, 24)
+    assert (perf_counter() - began) / len(texts) < 0.005
+
+
+def test_a_small_store_stays_small() -> None:
+    store = DraftStore(1000, max_tokens=1 << 10, max_nodes=1 << 10)
+    for seed in range(50):
+        store.learn(np.random.default_rng(seed).integers(0, 1000, 300).tolist())
+    assert store.tokens <= 1 << 10
+    assert store.nbytes < 200_000
+
+
+NESTED = b"[" * 50_000
+HEADERS = [
+    b"{}",
+    b'{"__metadata__": ' + NESTED,
+    b'{"__metadata__": {"format": "lookfar draft store", "version": "2", "vocab_size": "1e999", "tokenizer": ""}}',
+    b'{"text": {"dtype": "I32", "shape": [Infinity], "data_offsets": [0, 4]}}',
+    b'{"text": {"dtype": "I32", "shape": [18446744073709551615, 4], "data_offsets": [0, 4]}}',
+    b'{"text": {"dtype": "I32", "shape": [1e400], "data_offsets": [NaN, 4]}}',
+    b'{"a":' * 20_000 + b"1" + b"}" * 20_000,
+    b"\xff\xfe\x00",
+]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=range(len(HEADERS)))
+def test_headers_that_mean_harm_are_one_sentence(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "bad.store"
+    for size in (len(header), 2**63, 0, len(header) // 2):
+        path.write_bytes(size.to_bytes(8, "little") + header + bytes(4))
+        with pytest.raises(StoreError, match=r"\.$") as caught:
+            read_store_file(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_directory_is_not_a_store(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is a directory"):
+        read_store_file(tmp_path)
+
+
+def test_a_vocabulary_beyond_all_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "a.store"
+    contents = made().contents()
+    for size in (10**30, -1):
+        write_store_file(path, contents, size, "")
+        with pytest.raises(StoreError):
+            DraftStore(100).load(path)
