@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence as Seq
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -16,7 +17,9 @@ from lookfar.drafters.base import Strategy
 from lookfar.drafters.scripted import Scripted
 from lookfar.engine.engine import Engine, EngineConfig
 from lookfar.engine.request import Request
+from lookfar.lm import LM
 from lookfar.models.binding import BoundModel
+from lookfar.runners.cuda_graph.runner import CudaGraphRunner
 from lookfar.runners.eager import EagerRunner
 from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.draft_state import DraftState
@@ -35,6 +38,16 @@ def reference(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) ->
         pad_token_id=0,
     )
     return out[0, len(prompt) :].tolist()
+
+
+def flat_lm(model: PreTrainedModel, **options: Any) -> LM:
+    """An LM with flat steps, on a CPU too."""
+    lm = LM(model, prefill_chunk=16, **options)
+    if DEVICE == "cpu":
+        steps = CudaGraphRunner(lm.engine.runner.model)
+        assert not steps.why_unavailable()
+        lm.engine.runner = steps
+    return lm
 
 
 def random_prompts(*lengths: int, seed: int = 0, vocab: int = 90) -> list[list[int]]:

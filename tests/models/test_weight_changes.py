@@ -12,9 +12,10 @@ from torch.nn.utils import prune
 from transformers import PreTrainedModel
 
 import lookfar
-from families import tiny_model
-from helpers import random_prompts, reference
+from families import DEVICE, tiny_model
+from helpers import flat_lm, random_prompts, reference
 from lookfar import LM
+from lookfar.errors import ModelError
 from lookfar.models.weight_changes import WeightState
 
 PROMPTS = random_prompts(12, 30, 5)
@@ -71,7 +72,7 @@ def merged_adapter(model: PreTrainedModel) -> None:
     """Merge as peft does: `base_layer.weight.data += delta`."""
     for seed, layer in enumerate(m for m in model.modules() if isinstance(m, nn.Linear)):
         a, b = noise_like(torch.ones(2, layer.in_features), seed), noise_like(torch.ones(layer.out_features, 2), seed)
-        layer.weight.data += 20 * b @ a
+        layer.weight.data += (20 * b @ a).to(layer.weight)
 
 
 def pruned(model: PreTrainedModel) -> None:
@@ -122,11 +123,22 @@ def decode_and_compare(lm: LM, model: PreTrainedModel) -> list[list[int]]:
     return expected
 
 
+KINDS = {
+    "packed": lambda model: LM(model, pack=True),
+    "flat": flat_lm,  # on a GPU: captured
+    "compiled": lambda model: LM(model, compile=True),
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["packed", "flat", pytest.param("compiled", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # the second has biases
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
-def test_a_changed_model_decodes_what_it_is_now(change: Callable[[PreTrainedModel], None]) -> None:
-    model = tiny_model("llama", torch.float32)
-    lm = LM(model, pack=True)
+def test_a_changed_model_decodes_what_it_is_now(
+    change: Callable[[PreTrainedModel], None], family: str, kind: str
+) -> None:
+    model = tiny_model(family, torch.float32)
+    lm = KINDS[kind](model)
     before = decode_and_compare(lm, model)
     change(model)
     after = decode_and_compare(lm, model)
@@ -136,14 +148,17 @@ def test_a_changed_model_decodes_what_it_is_now(change: Callable[[PreTrainedMode
         decode_and_compare(lm, model)
 
 
+@pytest.mark.parametrize("kind", ["packed", "flat"])
 @pytest.mark.parametrize("convert", [torch.bfloat16, torch.float64, torch.float16])
-def test_another_precision_after_the_first_use(convert: torch.dtype) -> None:
+@pytest.mark.filterwarnings("ignore::lookfar.errors.LookfarWarning")  # on a GPU, float64 runs without graphs
+def test_another_precision_after_the_first_use(convert: torch.dtype, kind: str) -> None:
     model = tiny_model("llama", torch.float32)
-    lm = LM(model)
+    lm = KINDS[kind](model)
     decode_and_compare(lm, model)
     model.to(convert)
     expected = reference(model, PROMPTS[0], NEW)
-    assert lm.generate(PROMPTS[0], max_new_tokens=NEW, strategy="none").token_ids == expected
+    found = lm.generate(PROMPTS[0], max_new_tokens=NEW, strategy="none").token_ids
+    assert found == expected if kind == "packed" or convert == torch.float64 else len(found) == len(expected)
     model.float()
     decode_and_compare(lm, model)
 
@@ -151,7 +166,7 @@ def test_another_precision_after_the_first_use(convert: torch.dtype) -> None:
 def test_an_accelerated_model_follows_changes() -> None:
     model = tiny_model("llama", torch.float32)
     lookfar.accelerate(model, pack=True)
-    ids = torch.tensor([PROMPTS[0]])
+    ids = torch.tensor([PROMPTS[0]], device=DEVICE)
     for _ in range(2):
         fresh = copy.deepcopy(model)
         assert model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, 12:].tolist() == reference(
@@ -182,7 +197,7 @@ def test_another_attention_between_two_calls() -> None:
 def test_a_head_that_is_wider_than_the_embeddings() -> None:
     model = tiny_model("llama", torch.float32)
     rows = model.lm_head.out_features
-    wider = nn.Linear(model.lm_head.in_features, rows + 20, bias=True)
+    wider = nn.Linear(model.lm_head.in_features, rows + 20, bias=True, device=DEVICE)
     with torch.no_grad():
         wider.weight[:rows] = model.lm_head.weight
         wider.bias[:rows], wider.bias[rows:] = 0.0, -0.5  # never chosen, but often predicted
@@ -248,3 +263,34 @@ def test_single_values_need_a_refresh() -> None:
     out = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     assert out[0, 12:].tolist() == expected
     lookfar.refresh(fresh)  # nothing is kept of it
+
+
+@pytest.mark.parametrize("change", [add_through_data, assigned_state], ids=lambda change: change.__name__)
+def test_kv_of_the_model_of_before_is_not_used_again(change: Callable[[PreTrainedModel], None]) -> None:
+    model = tiny_model("llama", torch.float32)
+    lm = LM(model, pack=DEVICE == "cpu")
+    first = lm.generate(PROMPTS[1], max_new_tokens=NEW, reuse=True)
+    text = PROMPTS[1] + first.token_ids + [5, 6]
+    again = lm.generate(text, max_new_tokens=3, reuse=True)
+    assert again.stats.reused_tokens > len(PROMPTS[1])
+    change(model)
+    if DEVICE != "cpu" and change is add_through_data:
+        lm.refresh()  # without packed copies, changes through `.data` are not seen
+    done = lm.generate(text, max_new_tokens=NEW, reuse=True)
+    assert done.token_ids == reference(model, text, NEW)
+    assert done.stats.reused_tokens == 0
+
+
+def test_a_refresh_in_the_middle_of_requests() -> None:
+    model = tiny_model("llama", torch.float32)
+    lm = LM(model)
+    with lm.stream(PROMPTS[0], max_new_tokens=40) as stream:
+        next(iter(stream))
+        lm.refresh()
+        assert sum(len(chunk.token_ids) for chunk in stream) > 20
+    with lm.stream(PROMPTS[0], max_new_tokens=200) as stream:
+        next(iter(stream))
+        lm.driver.call(lambda: (model.double(), lm.engine.refresh(everything=True)))  # between two steps
+        with pytest.raises(ModelError, match="changed while this request was running: send it again"):
+            list(stream)
+    decode_and_compare(lm, model)

@@ -13,7 +13,7 @@ import torch
 
 import lookfar
 from families import DEVICE, TREES, WINDOW, tiny_model
-from helpers import oracle, random_prompts, reference
+from helpers import flat_lm, oracle, random_prompts, reference
 from lookfar.core.plan import StepPlan
 from lookfar.drafters.lookahead import Lookahead
 from lookfar.drafters.scripted import Scripted
@@ -34,16 +34,6 @@ NOT_FLAT = {"gpt_neox_japanese", "gptj", "codegen", "bloom", "mpt", "falcon:alib
 # Flat, but their code synchronizes with the host inside a forward pass (experts in Python loops).
 NOT_CAPTURED = {"aria_text", "gemma3n_text", "jetmoe", "longcat_flash", "phimoe"}
 DTYPE = torch.float64 if DEVICE == "cpu" else torch.float32
-
-
-def flat_lm(model: Any, **options: Any) -> lookfar.LM:
-    """An LM with flat steps, on a CPU too."""
-    lm = lookfar.LM(model, prefill_chunk=16, **options)
-    if DEVICE == "cpu":
-        steps = CudaGraphRunner(lm.engine.runner.model)
-        assert not steps.why_unavailable()
-        lm.engine.runner = steps
-    return lm
 
 
 @pytest.mark.slow
@@ -221,13 +211,20 @@ def _fail(message: str) -> None:
     raise RuntimeError(message)
 
 
-def test_weights_that_were_moved_are_noticed() -> None:
+def test_weights_that_are_moved_in_the_middle_of_a_request_are_noticed() -> None:
     model = tiny_model("llama", DTYPE)
     lm = flat_lm(model)
-    lm.generate(PROMPTS[0], max_new_tokens=3)
-    model.to(torch.float16)
-    with pytest.raises(ModelError, match="weights were moved after its steps were captured"):
-        lm.generate(PROMPTS[0], max_new_tokens=3)
+    stream = lm.stream(PROMPTS[0], max_new_tokens=30, strategy="none")
+
+    def read() -> None:
+        for number, _ in enumerate(stream):
+            if number == 2:
+                embedding = model.get_input_embeddings().weight
+                embedding.data = embedding.data.clone()
+
+    with pytest.raises(ModelError, match="weights were moved while this request was running"):
+        read()
+    assert lm.generate(PROMPTS[0], max_new_tokens=NEW).token_ids == reference(model, PROMPTS[0], NEW)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="about machines without a GPU")

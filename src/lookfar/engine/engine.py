@@ -14,11 +14,14 @@ from lookfar.engine.outputs import StepOutput
 from lookfar.engine.request import Request, RequestState
 from lookfar.engine.scheduler import Scheduler
 from lookfar.engine.verify import verify
-from lookfar.errors import ConfigError
+from lookfar.errors import ConfigError, ModelError
+from lookfar.models.weight_changes import ModelChange
 from lookfar.runners.base import ModelRunner
 from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.draft_state import DraftState
 from lookfar.speculation.speculator import Speculator
+
+RESHAPED = "The model's precision, device or vocabulary was changed while this request was running: send it again."
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,14 @@ class Engine:
     def refresh(self, everything: bool = False) -> None:
         """Follow changes of the model, such as edited weights or another precision: called when nothing is running.
 
-        `everything` also drops copies of weights that seem unchanged.
+        `everything` also drops copies of weights that seem unchanged. Requests that are running go on with the new
+        weights; they end with an error if their KV does not fit them.
         """
-        if self.runner.refresh(everything):
+        change = self.runner.refresh(everything)
+        if change is ModelChange.WEIGHTS:
+            self.cache.forget()
+        elif change is ModelChange.SHAPE:
+            self.scheduler.end_all(ModelError(RESHAPED))
             self.cache.clear()
             self.speculator.costs = None
 

@@ -272,6 +272,10 @@ class Scheduler:
             state.fail(_own(error))
         return self.take_ended() + [_last_output(state) for state in states]
 
+    def end_all(self, error: BaseException) -> None:
+        """End all requests with an error, which the next step returns."""
+        self._ended = self.abort(error)
+
     def _abandon(self) -> list[RequestState]:
         """Take all running requests out of the KV cache, whose contents are lost, and return them in their order."""
         running = [self.running[handle] for handle in self.cache.order]

@@ -46,6 +46,10 @@ class KVCache(ABC):
         """
 
     @abstractmethod
+    def forget(self) -> None:
+        """Forget the texts of requests that have ended: their KV is of no use any more."""
+
+    @abstractmethod
     def has_room(self, length: int) -> bool:
         """Whether a request of `length` positions can be allocated now."""
 

@@ -81,6 +81,9 @@ class SlotKVCache(KVCache):
         self._retained.clear()
         self.copy_slot = None
 
+    def forget(self) -> None:
+        self._retained.clear()
+
     def has_room(self, length: int) -> bool:
         return len(self._handles) < self.slots and length <= self.capacity
 

@@ -18,6 +18,7 @@ from lookfar.models.alibi import positions_as_bias
 from lookfar.models.masks import StepMasks
 from lookfar.models.packed_linear import PackedLinears, pack_by_default
 from lookfar.models.support import Support, examine
+from lookfar.models.weight_changes import ModelChange, ModelState
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,20 @@ class BoundModel:
         self._parameters = set(inspect.signature(model.forward).parameters)
         self._attention = _mask_attention(model)
         self._shape = self._present_shape()
+        self.state = ModelState.of(model)
 
-    def refresh(self, everything: bool = False) -> bool:
-        """Follow changes of the model; returns whether a KV cache of before no longer fits. Not while a step runs.
+    def refresh(self, everything: bool = False) -> ModelChange:
+        """Follow changes of the model. Not while a step runs.
 
         `everything` also drops copies of weights that seem unchanged.
         """
         self._attention = _mask_attention(self.model)
-        if self._packed is not None:
-            self._packed.refresh(everything)
+        dropped = self._packed is not None and self._packed.refresh(everything)
         before, self._shape = self._shape, self._present_shape()
-        return before != self._shape
+        state, self.state = self.state, ModelState.of(self.model)
+        if before != self._shape:
+            return ModelChange.SHAPE
+        return ModelChange.WEIGHTS if everything or dropped or state != self.state else ModelChange.NONE
 
     def _present_shape(self) -> tuple[Any, ...]:
         return self.model.dtype, self.device, self.vocab_size

@@ -48,8 +48,12 @@ class PackedLinears:
         self.layers: list[nn.Module] = [layer for layer in self.model.modules() if _can_pack(layer)]
         self._forwards = [PackedForward(self, layer) for layer in self.layers]
 
-    def refresh(self, everything: bool = False) -> None:
-        """Follow changes of the model: other layers, and weights that have changed, or all. Not while a step runs."""
+    def refresh(self, everything: bool = False) -> bool:
+        """Follow changes of the model: other layers, and weights that have changed, or all. Not while a step runs.
+
+        Returns whether a packed copy was dropped.
+        """
+        before = len(self._packed)
         if everything:
             self._packed.clear()
         self._find_layers()
@@ -59,6 +63,7 @@ class PackedLinears:
             for key, known in self._packed.items()
             if key in used and known.state == WeightState.of(known.weight)
         }
+        return len(self._packed) < before
 
     @property
     def nbytes(self) -> int:

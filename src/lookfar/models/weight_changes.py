@@ -6,12 +6,42 @@ merged, by hand. So a weight is also recognised by its address and by a sample o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from lookfar.core.jit import jit
+
+
+class ModelChange(IntEnum):
+    """What has become of a model since the last look at it."""
+
+    NONE = 0
+    WEIGHTS = 1  # KV that was computed before is another model's
+    SHAPE = 2  # and it has another precision, device or vocabulary, so that the KV buffers do not fit
+
+
+class ModelState(NamedTuple):
+    """What tells a model from a changed one, in a third of a millisecond for 400 modules."""
+
+    structure: list[Any]  # the modules, their hooks, and the addresses of their weights
+    versions: list[int]  # of the weights: torch counts changes, but not those through `.data`
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelState:
+        modules, structure, versions = [model], [], []
+        for module in modules:  # which grows
+            own = vars(module)
+            modules.extend(child for child in own["_modules"].values() if child is not None)
+            structure.append((type(module), len(own["_forward_hooks"]), len(own["_forward_pre_hooks"])))
+            for weight in own["_parameters"].values():
+                if weight is not None:
+                    structure.append(weight.data_ptr())
+                    versions.append(_version(weight))
+        return cls(structure, versions)
 
 
 class WeightState(NamedTuple):

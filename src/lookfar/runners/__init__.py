@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
-
-import torch
 
 from lookfar.errors import ConfigError, LookfarWarning
 from lookfar.models.binding import BoundModel
 from lookfar.runners.base import ModelRunner
+from lookfar.runners.cuda_graph.availability import why_no_graphs
 from lookfar.runners.eager import EagerRunner
-
-GRAPH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def create_runner(
@@ -38,16 +34,3 @@ def create_runner(
     if asked:
         raise ConfigError(f"{asked[0]}=True is unavailable for this model: {reason}.")
     return EagerRunner(model)
-
-
-def why_no_graphs(model: BoundModel) -> str:
-    """Return why CUDA graphs are unavailable here, whatever the model's code is; empty if they are available."""
-    if model.device.type != "cuda":
-        return "it is not on a CUDA device"
-    if len({parameter.device for parameter in model.model.parameters()}) > 1:
-        return "it is spread over several devices"
-    if model.model.dtype not in GRAPH_DTYPES:
-        return f"it is {str(model.model.dtype).removeprefix('torch.')}, and the kernels take float32 and half precision"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install triton)"
-    return ""

@@ -12,6 +12,7 @@ from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.plan import RunnerLimits, StepPlan
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
+from lookfar.models.weight_changes import ModelChange
 
 
 @dataclass
@@ -47,8 +48,8 @@ class ModelRunner(Protocol):
     def create_cache(self) -> SlotKVCache:
         """Create an empty KV cache that suits this runner."""
 
-    def refresh(self, everything: bool = False) -> bool:
-        """Follow changes of the model since the last request; returns whether the KV cache no longer fits.
+    def refresh(self, everything: bool = False) -> ModelChange:
+        """Follow changes of the model since the last request.
 
         `everything` also drops copies of weights that seem unchanged.
         """

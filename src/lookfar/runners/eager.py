@@ -11,6 +11,7 @@ from lookfar.core.arrays import Ints
 from lookfar.core.plan import RunnerLimits, StepPlan
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
+from lookfar.models.weight_changes import ModelChange
 from lookfar.runners.base import StepResult
 from lookfar.sampling.sampler import greedy, top_k
 
@@ -27,7 +28,7 @@ class EagerRunner:
     def create_cache(self) -> SlotKVCache:
         return SlotKVCache()
 
-    def refresh(self, everything: bool = False) -> bool:
+    def refresh(self, everything: bool = False) -> ModelChange:
         return self.model.refresh(everything)
 
     def launch(self, plan: StepPlan, cache: SlotKVCache) -> EagerStep:

@@ -68,11 +68,9 @@ class FusedGroup:
     @torch.no_grad()
     def of(cls, layers: list[Any]) -> FusedGroup:
         """Lay the weights of some layers side by side."""
-        weight = torch.cat([layer.weight for layer in layers])
-        for layer, part in zip(layers, torch.split(weight, [one.out_features for one in layers]), strict=True):
-            layer.weight.data = part
+        weight = _side_by_side([layer.weight for layer in layers])
         biases = [layer.bias for layer in layers]
-        return cls(layers, weight, None if biases[0] is None else torch.cat(biases))
+        return cls(layers, weight, None if biases[0] is None else _side_by_side(biases))
 
     def fuse(self) -> None:
         head, shared = self.layers[0], []  # type: ignore[var-annotated]
@@ -111,13 +109,28 @@ class FusedLinears:
                 layer.__class__ = nn.Linear
 
 
+def _side_by_side(parameters: list[torch.Tensor]) -> torch.Tensor:
+    """Move some parameters into one tensor, which then changes with them."""
+    whole = torch.cat(parameters)
+    for parameter, part in zip(parameters, torch.split(whole, [len(one) for one in parameters]), strict=True):
+        parameter.data = part
+    return whole
+
+
 def _plain_layers(model: PreTrainedModel) -> list[Any]:
     """Return the linear layers that are torch's own, with nothing around them."""
     return [
         layer
         for layer in model.modules()
-        if type(layer) is nn.Linear and layer.weight.is_floating_point() and "forward" not in vars(layer)
+        if type(layer) is nn.Linear and "forward" not in vars(layer) and _is_plain(layer)
     ]
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether the weight is a parameter, not the result of pruning, and nothing is called around the layer."""
+    weight = layer._parameters.get("weight")
+    hooks = layer._forward_hooks or layer._forward_pre_hooks
+    return weight is not None and weight.is_floating_point() and not hooks
 
 
 def _find_groups(model: PreTrainedModel, run: Callable[[], Any]) -> list[list[Any]]:

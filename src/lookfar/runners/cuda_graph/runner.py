@@ -17,7 +17,9 @@ from lookfar.kernels.row_table import MAX_PATH
 from lookfar.kvcache.slots import SlotKVCache, exact_size
 from lookfar.models.binding import BoundModel
 from lookfar.models.self_check import agree, branched_plan, one_slot
+from lookfar.models.weight_changes import ModelChange, ModelState
 from lookfar.runners.base import PendingStep
+from lookfar.runners.cuda_graph.availability import why_no_graphs
 from lookfar.runners.cuda_graph.compiled_layers import CompiledLayers, ignore_layer
 from lookfar.runners.cuda_graph.fused_linear import FusedLinears
 from lookfar.runners.cuda_graph.graph_sampler import GraphSampler
@@ -30,7 +32,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows of captured steps; a ste
 SIZE_OF = [next(size for size in SIZES if size >= rows) for rows in range(SIZES[-1] + 1)]
 BATCHES = (1, 4, 16, 64, 512)  # requests that a captured step has room for; unused room costs little
 FIXED_ROWS = 64
-MOVED = "The model's weights were moved after its steps were captured: make a new LM of it."
+MOVED = "The model's weights were moved while this request was running: send it again."
 SAMPLED_BYTES = 64 << 20  # larger scores are sampled by the host, row by row as needed
 
 
@@ -47,15 +49,16 @@ class CudaGraphRunner:
         self.name = " ".join(
             word for word, true in {"cuda graphs": True, "compiled": compile, "exact": exact}.items() if true
         )
-        self.limits = RunnerLimits(FIXED_ROWS if exact else SIZES[-1], MAX_PATH, padded=False, fixed_rows=exact)
-        compiled = CompiledLayers(model.model) if compile else None
-        self.layers = LayerOptions(FusedLinears(model.model, lambda: None), compiled)
+        self.limits = self._own_limits = RunnerLimits(
+            FIXED_ROWS if exact else SIZES[-1], MAX_PATH, padded=False, fixed_rows=exact
+        )
+        self.layers = self._layer_options(compile)
         self.position_bytes = 0  # of one KV position in all layers
         self._captures = model.device.type == "cuda"
         self._works = True
         self._embedding = model.model.get_input_embeddings().weight
         self._address = self._embedding.data_ptr()
-        self._addresses: list[int] = []  # of all weights, when the first request was added
+        self._state = ModelState.of(model.model)  # when the layers were fused
         self._generation = -1  # of the KV buffers that the captured steps use
         self._steps: dict[tuple[int, int], GraphStep] = {}
         self._pool: Any = None
@@ -79,20 +82,41 @@ class CudaGraphRunner:
                 self.layers.fused = FusedLinears(self.model.model, lambda: run_flat(self.model, plan, cache))
             if self.exact and not rows_are_independent(self.model, FIXED_ROWS):
                 return "a row's result depends on the other rows"
+        self._embedding = self.model.model.get_input_embeddings().weight
+        self._address = self._embedding.data_ptr()
+        self._state = ModelState.of(self.model.model)
         return ""
+
+    def _layer_options(self, compile: bool) -> LayerOptions:
+        model = self.model.model
+        return LayerOptions(FusedLinears(model, lambda: None), CompiledLayers(model) if compile else None)
 
     def create_cache(self) -> SlotKVCache:
         return SlotKVCache(sizing=self._size_cache if self._captures else exact_size)
 
-    def refresh(self, everything: bool = False) -> bool:
-        present = [parameter.data_ptr() for parameter in self.model.model.parameters()]
-        self._addresses = self._addresses or present
-        if self._captures and present != self._addresses:
-            raise ModelError(MOVED)
-        return self.model.refresh(everything)
+    def refresh(self, everything: bool = False) -> ModelChange:
+        change = self.model.refresh(everything)
+        if self.model.state.structure != self._state.structure or everything:
+            self._start_again()
+        return change
+
+    def _start_again(self) -> None:
+        """Fuse the layers of a changed model again; its steps will be captured again."""
+        self._drop_graphs()
+        self.layers = self._layer_options(self.layers.compiled is not None)
+        reason = (why_no_graphs(self.model) if self._captures else "") or self.why_unavailable()
+        if not reason:
+            self._works, self.limits = True, self._own_limits
+        elif self.exact:
+            raise ModelError(f"exact=True is unavailable for the model as it was changed: {reason}.")
+        else:
+            self._state = ModelState.of(self.model.model)
+            self._run_eagerly(reason)
 
     def _size_cache(self, slots: int, length: int, most: int) -> tuple[int, int]:
         self._drop_graphs()  # they belong to the old buffers
+        if not self._works:
+            return exact_size(slots, length, most)
         budget = MemoryBudget(self.position_bytes, self._graph_memory(length), free_memory(self.model.device))
         return budget.cache_size(slots, length, most)
 
@@ -186,10 +210,12 @@ class CudaGraphRunner:
             ) from error
         if self.exact:
             raise ModelError(f"exact=True needs CUDA graphs, which failed: {first_sentence(error)[:200]}.") from error
+        self._run_eagerly(first_sentence(error)[:200])
+
+    def _run_eagerly(self, reason: str) -> None:
         self._works, self.limits = False, self.eager.limits
         name = self.model.support.model_type
-        message = f"{name} runs without CUDA graphs, which is slower: {first_sentence(error)[:200]}."
-        warnings.warn(message, LookfarWarning, stacklevel=2)
+        warnings.warn(f"{name} runs without CUDA graphs, which is slower: {reason}.", LookfarWarning, stacklevel=2)
 
     def _capture(self, cache: SlotKVCache, rows: int, batch: int, k: int) -> GraphStep:
         step = self._steps.get((rows, batch)) or GraphStep(self.model, cache, rows, batch, self.layers)
