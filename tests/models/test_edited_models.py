@@ -20,14 +20,23 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+try:
+    import peft
+except ImportError:
+    peft = None
+
 import lookfar
-from families import tiny_model
+from families import DEVICE, tiny_model
 from lookfar import LM
 from lookfar.errors import LookfarWarning
 
 EXACT = (torch.float32, torch.float64)  # in half precision, rows of a larger step may differ in the last bit
 SEEDS = st.integers(0, 1000)
 SIZES = st.integers(80, 130)  # of the vocabulary; it starts at 96
+
+
+def tokens(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randint(1, 80, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 class CallsGenerate(LogitsProcessor):
@@ -84,7 +93,7 @@ class EditedModel(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, batch=st.integers(1, 3), new=st.integers(1, 10), do_sample=st.booleans(), inference=st.booleans())
     def generate(self, seed: int, batch: int, new: int, do_sample: bool, inference: bool) -> None:
-        ids = torch.randint(1, 80, (batch, 9), generator=torch.Generator().manual_seed(seed))
+        ids = tokens((batch, 9), seed)
         mask = torch.ones_like(ids)
         # transformers' eager attention gives NaN for padding in float64
         padded = self.model.dtype != torch.float64 or self.model.config._attn_implementation != "eager"
@@ -100,20 +109,21 @@ class EditedModel(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, sampled=st.booleans())
     def generate_with_the_lm(self, seed: int, sampled: bool) -> None:
-        prompt = torch.randint(1, 80, (7,), generator=torch.Generator().manual_seed(seed)).tolist()
+        prompt = tokens((7,), seed).tolist()
 
         def call(model: PreTrainedModel) -> torch.Tensor:
             if model is self.model:
                 options: Any = {"temperature": 0.9, "top_k": 0} if sampled else {}
-                return torch.tensor([prompt + self.lm.generate(prompt, max_new_tokens=6, **options).token_ids])
-            ids, options = torch.tensor([prompt]), {"temperature": 0.9, "top_k": 0} if sampled else {}
+                done = self.lm.generate(prompt, max_new_tokens=6, **options)
+                return torch.tensor([prompt + done.token_ids], device=DEVICE)
+            ids, options = torch.tensor([prompt], device=DEVICE), {"temperature": 0.9, "top_k": 0} if sampled else {}
             return model.generate(ids, max_new_tokens=6, do_sample=sampled, **options)
 
         self.compare(call, seed)
 
     @rule(seed=SEEDS)
     def generate_inside_of_generate(self, seed: int) -> None:
-        ids = torch.randint(1, 80, (1, 7), generator=torch.Generator().manual_seed(seed))
+        ids = tokens((1, 7), seed)
         self.compare(
             lambda m: m.generate(ids, max_new_tokens=6, logits_processor=LogitsProcessorList([CallsGenerate(m)])), seed
         )
@@ -121,8 +131,8 @@ class EditedModel(RuleBasedStateMachine):
     @precondition(lambda self: self.model.dtype == torch.float32)
     @rule(seed=SEEDS)
     def generate_under_autocast(self, seed: int) -> None:
-        ids = torch.randint(1, 80, (1, 7), generator=torch.Generator().manual_seed(seed))
-        with torch.autocast("cpu", torch.bfloat16):
+        ids = tokens((1, 7), seed)
+        with torch.autocast(DEVICE, torch.bfloat16):
             self.compare(lambda m: m.generate(ids, max_new_tokens=5), seed)
 
     # Weights
@@ -201,10 +211,9 @@ class EditedModel(RuleBasedStateMachine):
             if seed % 2:
                 parametrize.remove_parametrizations(layer, "weight")
 
-    @precondition(lambda self: self.adapter is None and self.model.config.model_type == "llama")
+    @precondition(lambda self: peft is not None and self.adapter is None and self.model.config.model_type == "llama")
     @rule(seed=SEEDS)
     def add_adapter(self, seed: int) -> None:
-        peft = pytest.importorskip("peft")
         torch.manual_seed(seed)
         chosen = [name for name, module in self.model.named_modules() if module in self.linears()]
         chosen = [name for name in chosen if name.endswith(("q_proj", "down_proj"))]

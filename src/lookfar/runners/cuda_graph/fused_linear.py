@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -110,7 +111,14 @@ class FusedLinears:
 
 
 def _side_by_side(parameters: list[torch.Tensor]) -> torch.Tensor:
-    """Move some parameters into one tensor, which then changes with them."""
+    """Move some parameters into one tensor, which then changes with them, unless they lie in one already."""
+    first = parameters[0]
+    ends = list(accumulate((one.nbytes for one in parameters), initial=first.data_ptr()))
+    if [one.data_ptr() for one in parameters] == ends[:-1] and all(
+        one.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for one in parameters
+    ):
+        rows = sum(len(one) for one in parameters)
+        return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
     whole = torch.cat(parameters)
     for parameter, part in zip(parameters, torch.split(whole, [len(one) for one in parameters]), strict=True):
         parameter.data = part
@@ -127,10 +135,10 @@ def _plain_layers(model: PreTrainedModel) -> list[Any]:
 
 
 def _is_plain(layer: nn.Linear) -> bool:
-    """Whether the weight is a parameter, not the result of pruning, and nothing is called around the layer."""
+    """Whether its weight can be moved: a parameter, not the result of pruning, with nothing called around the layer."""
     weight = layer._parameters.get("weight")
     hooks = layer._forward_hooks or layer._forward_pre_hooks
-    return weight is not None and weight.is_floating_point() and not hooks
+    return weight is not None and weight.is_floating_point() and not weight.is_inference() and not hooks
 
 
 def _find_groups(model: PreTrainedModel, run: Callable[[], Any]) -> list[list[Any]]:

@@ -142,7 +142,7 @@ class CudaGraphRunner:
     def launch(self, plan: StepPlan, cache: SlotKVCache) -> PendingStep:
         started = perf_counter()
         k = min(plan.top_k, self.model.vocab_size)
-        if self._embedding.data_ptr() != self._address:
+        if self._works and self._embedding.data_ptr() != self._address:
             raise ModelError(MOVED)
         given = any(rows.embeds is not None for rows in plan.requests)
         fits = self._works and not given and sum(plan.lengths) <= self._max_rows(plan)
