@@ -28,6 +28,7 @@ from lookfar.engine.driver import Driver
 from lookfar.engine.request import Request
 from lookfar.errors import LookfarError, LookfarWarning
 from lookfar.speculation.cost_curve import CostCurve
+from lookfar.speculation.cost_file import KnownCosts
 
 PROMPTS = random_prompts(12, 30, 5, 21, 9, 16)
 
@@ -412,12 +413,12 @@ def test_submitting_does_not_wait_for_the_measuring_of_costs(
     lm = LM(llama)
     measuring, go_on = threading.Event(), threading.Event()
 
-    def slow_costs(*_: Any) -> CostCurve:
+    def slow_costs(*_: Any) -> KnownCosts:
         measuring.set()
         assert go_on.wait(10)
-        return CostCurve({1: 1.0, 64: 1.0})
+        return KnownCosts(CostCurve({1: 1.0, 64: 1.0}))
 
-    monkeypatch.setattr("lookfar.engine.engine.measured_costs", slow_costs)
+    monkeypatch.setattr("lookfar.engine.engine.known_costs", slow_costs)
     first = lm.driver.submit({0: lm.requests(PROMPTS[0], max_new_tokens=4)[0][0]})
     assert measuring.wait(10)
     began = time.monotonic()

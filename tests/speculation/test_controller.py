@@ -7,6 +7,7 @@ import random
 import pytest
 
 from lookfar.speculation.controller import BASE_STEPS, SPECULATIVE_STEPS, SpeculationController
+from lookfar.speculation.cost_file import Experience
 
 
 def run(
@@ -86,3 +87,11 @@ def test_the_overhead_follows_speculative_steps() -> None:
         controller.learn(True, 1, 3.0, 0.5)
         controller.learn(False, 1, 1.0, 9.0)
     assert controller.overhead == pytest.approx(0.5, abs=0.01)
+
+
+def test_what_earlier_processes_learned_is_where_it_starts() -> None:
+    controller = SpeculationController(32, Experience(False, 0.003))
+    assert not controller.decide(1.0)
+    assert controller.overhead == 0.003
+    run(controller, 400, (1.2, 1.0), 3, expected=1.1)
+    assert controller.speculating

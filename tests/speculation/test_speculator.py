@@ -26,6 +26,7 @@ from lookfar.models.binding import BoundModel
 from lookfar.runners.eager import EagerRunner
 from lookfar.speculation.controller import SpeculationController
 from lookfar.speculation.cost_curve import CostCurve
+from lookfar.speculation.cost_file import Experience
 from lookfar.speculation.draft_state import DraftState
 from lookfar.speculation.row_budget import AUTO_ROWS
 from lookfar.speculation.speculator import Speculator
@@ -322,23 +323,27 @@ def test_the_cost_curve_is_measured_once_and_kept() -> None:
     from lookfar.engine.costs import (
         REFINED_ENOUGH,
         cache_dir,
+        known_costs,
         machine_and_model,
-        measured_costs,
         save_refined_costs,
     )
 
     runner = EagerRunner(BoundModel(tiny_model("llama")))
     cache = runner.create_cache()
-    curve = measured_costs(runner, cache, 8)
+    curve = known_costs(runner, cache, 8).curve
     assert (cache_dir() / "costs.json").exists()
-    assert measured_costs(runner, cache, 8).table(64).tolist() == curve.table(64).tolist()
+    assert known_costs(runner, cache, 8).curve.table(64).tolist() == curve.table(64).tolist()
     assert "float64" in machine_and_model(runner)
     curve.seconds *= np.linspace(1, 3, len(curve.seconds))
-    save_refined_costs(runner, curve)  # too few real steps to trust them
-    assert measured_costs(runner, cache, 8).seconds[-1] < curve.seconds[-1]
+    save_refined_costs(runner, curve, {})  # too few real steps to trust them
+    assert known_costs(runner, cache, 8).curve.seconds[-1] < curve.seconds[-1]
     curve.refined = REFINED_ENOUGH
-    save_refined_costs(runner, curve)
-    assert measured_costs(runner, cache, 8).seconds[-1] == pytest.approx(curve.seconds[-1])
+    save_refined_costs(runner, curve, {8: Experience(False, 0.5)})
+    known = known_costs(runner, cache, 8)
+    assert known.curve.seconds[-1] == pytest.approx(curve.seconds[-1])
+    speculator = Speculator()
+    speculator.use_costs(known)
+    assert speculator.experience == {8: Experience(False, 0.5)}
 
 
 class Watcher:

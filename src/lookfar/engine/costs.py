@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,21 +17,22 @@ from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.self_check import one_slot
 from lookfar.retrieval.recycle_table import TOP_K
 from lookfar.runners.base import ModelRunner
-from lookfar.speculation.cost_curve import MEASURED_ROWS, CostCurve, measure_curve, read_curve, write_curve
+from lookfar.speculation.cost_curve import MEASURED_ROWS, CostCurve, measure_curve
+from lookfar.speculation.cost_file import Experience, KnownCosts, read_costs, write_costs
 
 REFINED_ENOUGH = 1000  # steps after which a refined curve is kept
 CONTEXT = 256  # tokens before the measured steps; real steps correct for longer ones
 MEASURED_LENGTH = CONTEXT + 256
 
 
-def measured_costs(runner: ModelRunner, cache: SlotKVCache, most: int) -> CostCurve:
+def known_costs(runner: ModelRunner, cache: SlotKVCache, most: int) -> KnownCosts:
     """Return the cost curve of a runner: from the file, or measured.
 
     Captured steps belong to a KV cache, so they are measured on the engine's own, unless requests are using it.
     """
-    curve = read_curve(costs_file(), machine_and_model(runner), not runner.limits.padded)
-    if curve is not None:
-        return curve
+    known = read_costs(costs_file(), machine_and_model(runner), not runner.limits.padded)
+    if known is not None:
+        return known
     with progress_bar("Measuring the cost of a step (once for this model and machine)"):
         if runner.limits.padded or cache.order:
             curve = measure_steps(runner, one_slot(MEASURED_LENGTH), 0)
@@ -41,14 +43,14 @@ def measured_costs(runner: ModelRunner, cache: SlotKVCache, most: int) -> CostCu
                 curve = measure_steps(runner, cache, handle)
             finally:
                 cache.free(handle)
-    write_curve(costs_file(), machine_and_model(runner), curve)
-    return curve
+    write_costs(costs_file(), machine_and_model(runner), curve, {})
+    return KnownCosts(curve)
 
 
-def save_refined_costs(runner: ModelRunner, curve: CostCurve) -> None:
+def save_refined_costs(runner: ModelRunner, curve: CostCurve, experience: Mapping[int, Experience]) -> None:
     """Write the curve to the file once `REFINED_ENOUGH` real steps have refined it."""
     if curve.refined >= REFINED_ENOUGH:
-        write_curve(costs_file(), machine_and_model(runner), curve)
+        write_costs(costs_file(), machine_and_model(runner), curve, experience)
         curve.refined = 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count
 
-from lookfar.engine.costs import measured_costs, save_refined_costs
+from lookfar.engine.costs import known_costs, save_refined_costs
 from lookfar.engine.limits import check_request
 from lookfar.engine.outputs import StepOutput
 from lookfar.engine.request import Request, RequestState
@@ -94,7 +94,7 @@ class Engine:
         draft_state.fit(self.runner.model.vocab_size)
         state = RequestState(request, next(self._handles), index, draft_state)
         if request.budget == "auto" and request.strategies and self.speculator.costs is None:
-            self.speculator.costs = measured_costs(self.runner, self.cache, self.scheduler.max_batch)
+            self.speculator.use_costs(known_costs(self.runner, self.cache, self.scheduler.max_batch))
         self.scheduler.add(state)
         return state.handle
 
@@ -133,7 +133,7 @@ class Engine:
         """Finish learning from the last steps, and keep a refined cost curve: called when there is time."""
         self.speculator.learn()
         if self.speculator.costs is not None:
-            save_refined_costs(self.runner, self.speculator.costs)
+            save_refined_costs(self.runner, self.speculator.costs, self.speculator.experience)
 
     def widen(self, requests: int) -> None:
         """Raise `max_batch` to at least `requests`, as far as the runner allows."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
+from lookfar.speculation.cost_file import Experience
+
 SPECULATIVE_STEPS = 96  # steps of one request that the speculative rate is measured over
 BASE_STEPS = 6  # steps without speculation that tell their rate: each emits one token per request
 MIN_STEPS = 12  # however many requests there are
@@ -37,12 +39,12 @@ class Rate:
 class SpeculationController:
     """Decides for steps with one number of requests."""
 
-    def __init__(self, requests: int = 1) -> None:
-        self.speculating = True  # the faster mode, as far as is known
-        self.overhead = 0.0  # recent host seconds of a speculative step
+    def __init__(self, requests: int = 1, earlier: Experience | None = None) -> None:
+        self.speculating = earlier is None or earlier.speculating  # the faster mode, as far as is known
+        self.overhead = earlier.overhead if earlier is not None else 0.0  # recent host seconds of a speculative step
         self._steps = {True: max(MIN_STEPS, SPECULATIVE_STEPS // requests), False: BASE_STEPS}
         self._rates = {mode: Rate(steps) for mode, steps in self._steps.items()}
-        self._wait = self._steps[True]  # steps until the other mode may be tried
+        self._wait = self._steps[True] if self.speculating else FIRST_INTERVAL  # steps until the other mode is tried
         self._first = max(FIRST_INTERVAL, 2 * self._steps[True])
         self._interval = self._first
         self._trial = 0  # steps left of a trial of the other mode

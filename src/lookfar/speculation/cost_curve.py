@@ -2,105 +2,181 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Callable, Sequence as Seq
-from contextlib import suppress
-from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 
 from lookfar.core.arrays import Floats
-from lookfar.core.files import read_json, update_json
 
-MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-MAX_SECONDS = 4.0  # spent on measuring; larger steps are extrapolated
-SHAPE_RATE, DRIFT_RATE = 0.03, 0.2
+MEASURED_ROWS = (1, 16, 64, 4, 32, 128, 2, 8)  # the most telling first: where steps are slow, measuring ends early
+NEEDED = 2  # sizes that are measured however slow they are
+MAX_SECONDS = 4.0  # of timed steps
+MAX_WAIT = 60.0  # with all that is compiled and captured meanwhile
+TIMES = 5  # each size is measured; the fastest counts, because a busy machine only adds to it
+
+WARM_UP = 8  # real steps that tell how fast the machine is today, before the shape learns
+DRIFT_RATE, SHAPE_RATE = 0.2, 0.03
+YOUNG = 2  # real steps of a size until its cost is only changed little by little
+MUCH, LITTLE = math.log(4), 0.2  # the most that one step can say about a cost, as a logarithm
 REFRESH_STEPS = 16  # steps after which the table of costs follows the refined curve
+EXPLORATION = 0.005  # of the time may be spent on sizes that seem not to pay, to learn whether that is true
+NEW_SIZE = 0.25  # of the price is enough where no real step has had that size: its cost may be much lower
 
 
 class CostCurve:
     """Seconds of a step by the rows that it computes, those of all requests together, padding included.
 
-    Real steps refine the curve. A machine that gets slower or faster as a whole changes the drift and not the shape,
-    because the shape alone decides how many rows pay.
+    A step with more rows never costs less. Real steps refine the curve. What makes all steps slower or faster (a busy
+    machine, a longer text, more requests) changes the drift and not the shape, because the shape alone decides how
+    many rows pay.
     """
 
-    def __init__(self, seconds: dict[int, float], stepped: bool = False) -> None:
+    def __init__(
+        self, seconds: dict[int, float], stepped: bool = False, visits: dict[int, float] | None = None
+    ) -> None:
         self.stepped = stepped  # captured steps compute the next larger measured number of rows
         self.rows = np.array(sorted(seconds), dtype=np.float64)
         self.seconds = np.array([seconds[int(n)] for n in self.rows])
-        self.drift = 1.0
-        self.refined = 0
+        self.seconds = np.minimum.accumulate(self.seconds[::-1])[::-1].copy()
+        self.visits = np.array([(visits or {}).get(int(n), 0.0) for n in self.rows])  # by real steps
+        self.refined = 0  # real steps of this process
+        self._drifts: dict[int, tuple[float, int]] = {}  # by the number of requests, with the steps behind it
+        self._credit = 0.0  # seconds for exploration
+        self._may_explore = False
+        self._explored = 0.0  # what the step that was chosen would have cost, if another size is tried instead
         self._table: Floats = np.zeros(0, np.float32)
 
+    def drift(self, requests: int = 1) -> float:
+        """Return by how much steps with so many requests are slower than the curve."""
+        return self._drifts.get(requests, (1.0, 0))[0]
+
     def table(self, most: int) -> Floats:
-        """Return the costs of 0 … `most` rows; beyond the last point the slope of the last two continues."""
+        """Return the costs of 0 … `most` rows."""
         if len(self._table) <= most:
+            self._extend(most)
             wanted = np.arange(most + 1, dtype=np.float64)
+            if self.stepped:
+                wanted = self.rows[np.searchsorted(self.rows, wanted)]
+            self._table = np.interp(wanted, self.rows, self.seconds).astype(np.float32)
+        return self._table
+
+    def _extend(self, most: int) -> None:
+        """Add points up to `most` rows, where the slope of the last two continues."""
+        while self.rows[-1] < most:
             slope = 0.0
             if len(self.rows) > 1:
                 slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
-            beyond = np.maximum(wanted - self.rows[-1], 0) * max(slope, 0.0)
-            if self.stepped:
-                wanted = self.rows[np.searchsorted(self.rows, wanted).clip(max=len(self.rows) - 1)]
-            self._table = (np.interp(wanted, self.rows, self.seconds) + beyond).astype(np.float32)
-        return self._table
+            self.seconds = np.append(self.seconds, self.seconds[-1] + slope * self.rows[-1])
+            self.rows = np.append(self.rows, 2 * self.rows[-1])
+            self.visits = np.append(self.visits, 0.0)
 
-    def seconds_for(self, rows: int) -> float:
+    def seconds_for(self, rows: int, requests: int = 1) -> float:
         """Return the present cost of a step."""
-        return float(self.table(rows)[rows] * self.drift)
+        return float(self.table(rows)[rows] * self.drift(requests))
 
-    def refine(self, rows: int, seconds: float) -> None:
+    def refine(self, rows: int, seconds: float, requests: int = 1) -> None:
         """Learn from a step."""
-        if rows > self.rows[-1]:
-            return
-        ratio = min(max(seconds / (float(np.interp(rows, self.rows, self.seconds)) * self.drift), 0.5), 2.0)
-        self.drift *= ratio**DRIFT_RATE
+        self._extend(rows)
+        drift, steps = self._drifts.get(requests, (1.0, 0))
+        expected = float(np.interp(rows, self.rows, self.seconds)) * drift
+        error = math.log(seconds / expected)
+        if steps < WARM_UP:
+            drift *= math.exp(error / (1 + steps))
+        else:
+            young = self._refine_shape(rows, error)
+            drift *= 1.0 if young else math.exp(DRIFT_RATE * _clip(error, LITTLE))
+        self._drifts[requests] = drift, steps + 1
+        self._credit += EXPLORATION * seconds / drift
+        if self._explored:
+            self._credit -= max(seconds / drift - self._explored, 0.0)
+            self._explored = 0.0
+        self.refined += 1
+        if self.refined % REFRESH_STEPS == 0:
+            self._table = self._table[:0]
+            self._may_explore = True
+
+    def _refine_shape(self, rows: int, error: float) -> bool:
+        """Change the points next to a number of rows; returns whether one of them was new to real steps."""
         above = int(np.searchsorted(self.rows, rows))
         below = max(above - 1, 0) if self.rows[above] != rows else above
         width = self.rows[above] - self.rows[below]
         share = (rows - self.rows[below]) / width if width else 1.0
-        self.seconds[below] *= ratio ** (SHAPE_RATE * (1 - share))
-        self.seconds[above] *= ratio ** (SHAPE_RATE * share)
-        self.refined += 1
-        if self.refined % REFRESH_STEPS == 0:
+        young = False
+        for point, part in ((below, 1 - share), (above, share)):
+            new = self.visits[point] < YOUNG
+            rate, limit = (0.7, MUCH) if new else (SHAPE_RATE, LITTLE)
+            first, last = self._unknown_around(point) if new else (point, point + 1)
+            self.visits[point] += part
+            self.seconds[first:last] *= math.exp(rate * part * _clip(error, limit))
+            self.seconds[point:] = np.maximum.accumulate(self.seconds[point:])
+            self.seconds[: point + 1] = np.minimum.accumulate(self.seconds[point::-1])[::-1]
+            young = young or (new and part > 0.3)
+        if young:
             self._table = self._table[:0]
+        return young
+
+    def _unknown_around(self, point: int) -> tuple[int, int]:
+        """Return the range of a point and its neighbours that no real step has had: they are wrong in the same way."""
+        first, last = point, point + 1
+        while first > 0 and self.visits[first - 1] == 0:
+            first -= 1
+        while last < len(self.visits) and self.visits[last] == 0:
+            last += 1
+        return first, last
+
+    def explore(self, chosen: int, most: int) -> int:
+        """Return the rows of the next step: those chosen, or now and then another number to learn its cost.
+
+        At most `EXPLORATION` of the time goes into it, and a little more where a size is new.
+        """
+        if not self._may_explore:
+            return chosen
+        self._may_explore = False
+        own, table = int(np.searchsorted(self.rows, chosen)), self.table(max(chosen, most))
+        options = []
+        for point, size in enumerate(self.rows):
+            rows = min(int(size), most)
+            reached = rows > (self.rows[point - 1] if point else 0) if self.stepped else size < 2 * most
+            if point == own or not reached:
+                continue
+            price = float(table[rows] - table[chosen]) if rows > chosen else float(table[chosen]) / 2
+            new = self.visits[point] < YOUNG
+            options.append((not new, int(self.visits[point]), price, rows))
+        if not options:
+            return chosen
+        known, _, price, rows = min(options)  # new ones first, then the rarest, then the cheapest
+        if price * (1.0 if known else NEW_SIZE) > self._credit:
+            return chosen
+        if rows > chosen:
+            self._explored = float(table[chosen])
+        else:
+            self._credit -= price
+        return rows
+
+    def as_measured(self) -> dict[int, float]:
+        """Return the points, as fast as the machine is with one request."""
+        return {int(n): float(s * self.drift()) for n, s in zip(self.rows, self.seconds, strict=True)}
 
 
 def measure_curve(step: Callable[[int], None], sizes: Seq[int] = MEASURED_ROWS, stepped: bool = False) -> CostCurve:
-    """Measure a step of each size: the median of three, or one where steps are slow, after a warm-up."""
+    """Measure a step of each size. Each is run once before: it may be captured, compiled or packed for."""
     seconds: dict[int, float] = {}
-    step(1)  # packing and compiling happen here
-    began = perf_counter()
+    spent, began = 0.0, perf_counter()
     for rows in sizes:
-        if len(seconds) > 1 and perf_counter() - began > MAX_SECONDS:
+        if len(seconds) >= NEEDED and (spent > MAX_SECONDS or perf_counter() - began > MAX_WAIT):
             break
+        step(rows)
         times: list[float] = []
-        step(rows)  # a new size may be captured or compiled
-        while len(times) < 3 and sum(times) < MAX_SECONDS / 8:
+        while len(times) < TIMES and sum(times) < MAX_SECONDS / len(MEASURED_ROWS):
             start = perf_counter()
             step(rows)
             times.append(perf_counter() - start)
-        seconds[rows] = float(np.median(times))
+        seconds[rows] = min(times)
+        spent += sum(times)
     return CostCurve(seconds, stepped)
 
 
-def read_curve(path: Path, key: str, stepped: bool = False) -> CostCurve | None:
-    """Read the curve of a model on a machine; None if the file has none, or cannot be read."""
-    try:
-        kept = read_json(path)[_digest(key)]["seconds"]
-        return CostCurve({int(rows): float(seconds) for rows, seconds in kept.items()}, stepped)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def write_curve(path: Path, key: str, curve: CostCurve) -> None:
-    """Keep a curve for later processes. If it cannot be written, it is measured again next time."""
-    record = {"of": key, "seconds": {int(n): float(s) for n, s in zip(curve.rows, curve.seconds, strict=True)}}
-    with suppress(OSError):
-        update_json(path, lambda known: (known if isinstance(known, dict) else {}) | {_digest(key): record})
-
-
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()[:16]
+def _clip(error: float, limit: float) -> float:
+    return min(max(error, -limit), limit)

@@ -152,10 +152,14 @@ class RowBudget:
         fed: Int32s = np.array(step.lengths, dtype=np.int32)
         most = len(fed) * (max(step.lengths) + max(self.max_rows[i] for i in self.members))
         most = most if step.limits.rows is None else min(most, step.limits.rows)
-        table, padded = costs.table(most) + np.float32(overhead / costs.drift), step.limits.padded
+        requests = 1 << (len(fed) - 1).bit_length()
+        table, padded = costs.table(most) + np.float32(overhead / costs.drift(requests)), step.limits.padded
         silent = float(step.num_prefilling)
         count, rate = best_count(ranking.scores, ranking.owners, fed, table, -silent, padded)
         if beside < 0:
+            if len(fed) == 1 or not padded:
+                before = int(fed.sum())
+                count = costs.explore(before + count, before + len(ranking.scores)) - before
             return count, False
         with_windows = fed.copy()
         with_windows[list(windows.members)] += windows.lengths

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from lookfar.core.plan import RequestPlan, RunnerLimits, StepPlan
 from lookfar.retrieval.recycle_table import SAMPLED_TOP_K, TOP_K
 from lookfar.speculation.controller import SpeculationController
 from lookfar.speculation.cost_curve import CostCurve
+from lookfar.speculation.cost_file import Experience, KnownCosts
 from lookfar.speculation.drafting import DraftedGroup, draft_trees
 from lookfar.speculation.interface import Batch, SpeculatedRequest, Walk
 from lookfar.speculation.outcomes import StepChoices, notify_drafters, window_gain
@@ -36,8 +37,19 @@ class Speculator:
     def __init__(self, costs: CostCurve | None = None) -> None:
         self.costs = costs  # needed for automatic budgets
         self.controllers: dict[int, SpeculationController] = {}  # by the number of requests, to a power of two
+        self._remembered: Mapping[int, Experience] = {}  # of earlier processes
         self._step: StepRecord | None = None  # the one that was planned last
         self._unlearned: list[StepRecord] = []
+
+    def use_costs(self, known: KnownCosts) -> None:
+        """Use what is known of this model on this machine."""
+        self.costs, self._remembered = known.curve, known.experience
+
+    @property
+    def experience(self) -> dict[int, Experience]:
+        """What was learned about speculation with some number of requests, now and earlier."""
+        now = {size: Experience(one.speculating, one.overhead) for size, one in self.controllers.items()}
+        return {**self._remembered, **now}
 
     def plan(self, batch: Batch, limits: RunnerLimits) -> StepPlan:
         """Plan the next forward pass of a batch."""
@@ -64,11 +76,11 @@ class Speculator:
             return StepRecord(batch, True, prefills, None)
         size = 1 << (len(requests) - 1).bit_length()
         if size not in self.controllers:
-            self.controllers[size] = SpeculationController(size)
+            self.controllers[size] = SpeculationController(size, self._remembered.get(size))
         controller = self.controllers[size]
         if prefills:
             return StepRecord(batch, controller.speculating, prefills, controller)
-        base_rate = len(requests) / self.costs.seconds_for(len(requests))
+        base_rate = len(requests) / self.costs.seconds_for(len(requests), size)
         return StepRecord(batch, controller.decide(base_rate), prefills, controller)
 
     def observe(self, walks: Seq[Walk | None], result: StepChoices) -> None:
@@ -121,7 +133,8 @@ class Speculator:
                         speculation.state.update_window_value(window_gain(speculation.drafters, rows, walk.nodes))
         decodes = all(len(rows.pending) == 1 for rows in step.plan.requests)
         if self.costs is not None and decodes and step.result.is_warm:
-            self.costs.refine(step.result.num_rows, step.result.seconds)
+            requests = 1 << (len(step.plan.requests) - 1).bit_length()
+            self.costs.refine(step.result.num_rows, step.result.seconds, requests)
 
     def _learn_rate(self) -> None:
         """Tell the controller about the last step, unless it prefilled, failed, or captured a graph."""

@@ -1,0 +1,77 @@
+"""The file of cost curves, one for each model and machine, and what was learned about speculation there."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lookfar.core.files import read_json, update_json
+from lookfar.speculation.cost_curve import CostCurve
+
+VERSION = 2  # files of other versions are dropped
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What was learned about speculation with some number of requests."""
+
+    speculating: bool  # whether it paid
+    overhead: float  # host seconds of a speculative step
+
+
+@dataclass
+class KnownCosts:
+    """What is known of a model on a machine."""
+
+    curve: CostCurve
+    experience: Mapping[int, Experience] = field(default_factory=dict)  # by the number of requests
+
+
+def read_costs(path: Path, key: str, stepped: bool = False) -> KnownCosts | None:
+    """Return what the file knows of a model on a machine; None if that is nothing, or nonsense."""
+    found = read_json(path)
+    try:
+        if found["version"] != VERSION:
+            return None
+        kept = found["curves"][_digest(key)]
+        seconds = _numbers(kept["seconds"])
+        if min(seconds) != 1 or len(seconds) < 2 or not all(value > 0 for value in seconds.values()):
+            return None
+        curve = CostCurve(seconds, stepped, _numbers(kept["visits"]))
+        experience = {int(n): Experience(bool(on), float(host)) for n, (on, host) in kept["experience"].items()}
+        return KnownCosts(curve, experience)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write_costs(path: Path, key: str, curve: CostCurve, experience: Mapping[int, Experience]) -> None:
+    """Keep what is known for later processes. If it cannot be written, it is measured again next time."""
+    record = {
+        "of": key,
+        "seconds": curve.as_measured(),
+        "visits": {int(n): float(v) for n, v in zip(curve.rows, curve.visits, strict=True)},
+        "experience": {n: (one.speculating, one.overhead) for n, one in experience.items()},
+    }
+
+    def add(found: Any) -> dict[str, Any]:
+        known = isinstance(found, dict) and found.get("version") == VERSION and isinstance(found.get("curves"), dict)
+        return {"version": VERSION, "curves": (found["curves"] if known else {}) | {_digest(key): record}}
+
+    with suppress(OSError):
+        update_json(path, add)
+
+
+def _numbers(kept: Mapping[str, Any]) -> dict[int, float]:
+    found = {int(rows): float(value) for rows, value in kept.items()}
+    if not all(map(math.isfinite, found.values())):
+        raise ValueError
+    return found
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
