@@ -131,6 +131,7 @@ KINDS = {
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
 @pytest.mark.parametrize("kind", ["packed", "flat", pytest.param("compiled", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # the second has biases
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])

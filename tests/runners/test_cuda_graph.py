@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import prune
 
 import lookfar
 from families import DEVICE, TREES, WINDOW, tiny_model
@@ -293,3 +294,11 @@ def test_copies_and_saved_models_know_nothing_of_it(tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).to(model.device)
     assert reference(again, PROMPTS[0], NEW) == expected
+
+
+def test_layers_that_compute_their_weights_are_not_compiled() -> None:
+    model = tiny_model("llama", torch.float32)
+    assert CudaGraphRunner(BoundModel(model), compile=True).layers.compiled is not None
+    prune.random_unstructured(model.model.layers[0].mlp.up_proj, "weight", amount=0.5)
+    with pytest.warns(LookfarWarning, match="runs uncompiled: its layers compute their weights"):
+        assert CudaGraphRunner(BoundModel(model), compile=True).layers.compiled is None

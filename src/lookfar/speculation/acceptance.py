@@ -15,6 +15,7 @@ import numpy as np
 
 from lookfar.core.arrays import Floats
 from lookfar.core.jit import jit
+from lookfar.speculation.calibration import Calibration
 
 # Offsets of the features in the weight vector. Feature 0 of a group means "no evidence".
 DEPTH, DEPTHS = 0, 12
@@ -49,6 +50,7 @@ class AcceptanceModel:
         self.sources = tuple(sources)
         self.weights = initial_weights(len(self.sources))
         self.squares: Floats = np.full(len(self.weights), PRIOR_STRENGTH, dtype=np.float32)  # for Adagrad
+        self.calibration = Calibration()
 
 
 def initial_weights(source_count: int) -> Floats:

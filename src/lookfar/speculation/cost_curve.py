@@ -83,12 +83,11 @@ class CostCurve:
         expected = float(np.interp(rows, self.rows, self.seconds)) * drift
         error = math.log(seconds / expected)
         if steps < WARM_UP:
-            drift *= math.exp(error / (1 + steps))
+            drift *= math.exp(_clip(error, MUCH) / (1 + steps))
         else:
             young = self._refine_shape(rows, error)
             drift *= 1.0 if young else math.exp(DRIFT_RATE * _clip(error, LITTLE))
         self._drifts[requests] = drift, steps + 1
-        self._credit += EXPLORATION * seconds / drift
         if self._explored:
             self._credit -= max(seconds / drift - self._explored, 0.0)
             self._explored = 0.0
@@ -131,10 +130,12 @@ class CostCurve:
 
         At most `EXPLORATION` of the time goes into it, and a little more where a size is new.
         """
+        table = self.table(max(chosen, most))
+        self._credit += EXPLORATION * float(table[chosen])
         if not self._may_explore:
             return chosen
         self._may_explore = False
-        own, table = int(np.searchsorted(self.rows, chosen)), self.table(max(chosen, most))
+        own = int(np.searchsorted(self.rows, chosen))
         options = []
         for point, size in enumerate(self.rows):
             rows = min(int(size), most)

@@ -33,7 +33,8 @@ class DraftedGroup:
     candidates: Candidates
 
     def ranking(self) -> Ranking:
-        return Ranking(self.candidates.chosen_scores, self.candidates.owners)
+        scores = self.candidates.chosen_scores
+        return Ranking(scores, self.members[0].acceptance.calibration.apply(scores), self.candidates.owners)
 
     def set_trees(self, plans: Seq[RequestPlan], count: int) -> None:
         """Give each request the tree of its best candidates; `count` of the whole group."""
@@ -134,7 +135,8 @@ def merge(groups: Seq[DraftedGroup], most: int) -> tuple[Ranking, Ints]:
     if len(rankings) == 1:
         return rankings[0], NO_GROUPS
     scores = np.concatenate([ranking.scores for ranking in rankings])
+    gains = np.concatenate([ranking.gains for ranking in rankings])
     owners = np.concatenate([ranking.owners for ranking in rankings])
     group_of = np.repeat(np.arange(len(groups), dtype=np.int64), [len(ranking.scores) for ranking in rankings])
     order = np.argsort(-scores, kind="stable")[:most]  # stable: parents stay before their children
-    return Ranking(scores[order], owners[order]), group_of[order]
+    return Ranking(scores[order], gains[order], owners[order]), group_of[order]

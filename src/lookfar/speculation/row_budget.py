@@ -22,7 +22,7 @@ BudgetKind = Literal["all", "number", "auto"]
 AUTO_ROWS = 64  # the most rows that an automatic budget gives one request
 MAX_ROWS = 512
 ANY_NUMBER, ANY_SCORE = 1 << 30, 0.0
-MIN_AUTO_SCORE = 0.01  # an automatic budget ignores candidates below this acceptance probability
+MIN_AUTO_SCORE = 0.002  # an automatic budget ignores candidates below this acceptance probability
 
 
 def check_budget(budget: Any) -> None:
@@ -53,6 +53,7 @@ class Ranking:
     """Candidates of several requests, best first."""
 
     scores: Floats
+    gains: Floats  # the scores, calibrated
     owners: Int32s  # the request of each, as its place in the batch
 
 
@@ -155,7 +156,7 @@ class RowBudget:
         requests = 1 << (len(fed) - 1).bit_length()
         table, padded = costs.table(most) + np.float32(overhead / costs.drift(requests)), step.limits.padded
         silent = float(step.num_prefilling)
-        count, rate = best_count(ranking.scores, ranking.owners, fed, table, -silent, padded)
+        count, rate = best_count(ranking.gains, ranking.owners, fed, table, -silent, padded)
         if beside < 0:
             if len(fed) == 1 or not padded:
                 before = int(fed.sum())
@@ -163,8 +164,8 @@ class RowBudget:
             return count, False
         with_windows = fed.copy()
         with_windows[list(windows.members)] += windows.lengths
-        scores, owners = ranking.scores[:beside], ranking.owners[:beside]
-        other, other_rate = best_count(scores, owners, with_windows, table, windows.bonus - silent, padded)
+        gains, owners = ranking.gains[:beside], ranking.owners[:beside]
+        other, other_rate = best_count(gains, owners, with_windows, table, windows.bonus - silent, padded)
         return (other, True) if other_rate > rate else (count, False)
 
 

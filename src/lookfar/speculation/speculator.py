@@ -129,6 +129,7 @@ class Speculator:
                 if walk is not None:
                     group.candidates.learn(root, np.array(walk.tokens, dtype=np.int32), member.acceptance)
                     rows, speculation = step.plan.requests[member.place], request.speculation
+                    member.acceptance.calibration.learn(rows.tree.scores, walk.nodes)
                     if speculation.uses_window:
                         speculation.state.update_window_value(window_gain(speculation.drafters, rows, walk.nodes))
         decodes = all(len(rows.pending) == 1 for rows in step.plan.requests)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from lookfar.core.cache_dir import cache_dir
@@ -50,6 +51,11 @@ class CompiledLayers:
         with forwards_replaced(self.layers, self._forwards), dynamic_index, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice to round float32
             return self.model(**arguments)
+
+
+def computes_weights(model: PreTrainedModel) -> bool:
+    """Whether a layer of a model computes its weight before it uses it."""
+    return any(module._forward_pre_hooks or parametrize.is_parametrized(module) for module in model.modules())
 
 
 def ignore_layer(layer: int) -> None:

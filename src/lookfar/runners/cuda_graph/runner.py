@@ -20,7 +20,7 @@ from lookfar.models.self_check import agree, branched_plan, one_slot
 from lookfar.models.weight_changes import ModelChange, ModelState
 from lookfar.runners.base import PendingStep
 from lookfar.runners.cuda_graph.availability import why_no_graphs
-from lookfar.runners.cuda_graph.compiled_layers import CompiledLayers, ignore_layer
+from lookfar.runners.cuda_graph.compiled_layers import CompiledLayers, computes_weights, ignore_layer
 from lookfar.runners.cuda_graph.fused_linear import FusedLinears
 from lookfar.runners.cuda_graph.graph_sampler import GraphSampler
 from lookfar.runners.cuda_graph.graph_step import GraphStep, LayerOptions, PendingGraphStep
@@ -52,7 +52,8 @@ class CudaGraphRunner:
         self.limits = self._own_limits = RunnerLimits(
             FIXED_ROWS if exact else SIZES[-1], MAX_PATH, padded=False, fixed_rows=exact
         )
-        self.layers = self._layer_options(compile)
+        self.compile = compile
+        self.layers = self._layer_options()
         self.position_bytes = 0  # of one KV position in all layers
         self._captures = model.device.type == "cuda"
         self._works = True
@@ -87,9 +88,14 @@ class CudaGraphRunner:
         self._state = ModelState.of(self.model.model)
         return ""
 
-    def _layer_options(self, compile: bool) -> LayerOptions:
-        model = self.model.model
-        return LayerOptions(FusedLinears(model, lambda: None), CompiledLayers(model) if compile else None)
+    def _layer_options(self) -> LayerOptions:
+        model, compiled = self.model.model, None
+        if self.compile and computes_weights(model):
+            message = "its layers compute their weights (pruning, parametrisation), which torch.compile follows badly"
+            warnings.warn(f"{self.model.support.model_type} runs uncompiled: {message}.", LookfarWarning, stacklevel=2)
+        elif self.compile:
+            compiled = CompiledLayers(model)
+        return LayerOptions(FusedLinears(model, lambda: None), compiled)
 
     def create_cache(self) -> SlotKVCache:
         return SlotKVCache(sizing=self._size_cache if self._captures else exact_size)
@@ -103,7 +109,7 @@ class CudaGraphRunner:
     def _start_again(self) -> None:
         """Fuse the layers of a changed model again; its steps will be captured again."""
         self._drop_graphs()
-        self.layers = self._layer_options(self.layers.compiled is not None)
+        self.layers = self._layer_options()
         reason = (why_no_graphs(self.model) if self._captures else "") or self.why_unavailable()
         if not reason:
             self._works, self.limits = True, self._own_limits
