@@ -95,3 +95,15 @@ def test_what_earlier_processes_learned_is_where_it_starts() -> None:
     assert controller.overhead == 0.003
     run(controller, 400, (1.2, 1.0), 3, expected=1.1)
     assert controller.speculating
+
+
+def test_a_batch_tries_to_do_without_whatever_is_expected() -> None:
+    """What a step without speculation costs is known from single requests only."""
+    controller = SpeculationController(8)
+    run(controller, 40, (3.5, 1.8), 13, expected=0.1)
+    assert controller.speculating
+    controller = SpeculationController(8)
+    for _ in range(60):
+        speculates = controller.decide(0.1)
+        controller.learn(speculates, 13 if speculates else 8, 3.5 if speculates else 1.8, 0.0)
+    assert not controller.speculating

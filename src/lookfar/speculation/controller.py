@@ -48,6 +48,8 @@ class SpeculationController:
         self._first = max(FIRST_INTERVAL, 2 * self._steps[True])
         self._interval = self._first
         self._trial = 0  # steps left of a trial of the other mode
+        # The cost of steps is measured with one request, so the expected rate of a batch is not to be relied on.
+        self._must_try = requests > 1 and self.speculating
 
     def decide(self, base_rate: float) -> bool:
         """Decide whether the next step speculates.
@@ -57,7 +59,8 @@ class SpeculationController:
         if self._trial:
             return not self.speculating
         if self._wait <= 0:
-            if not self.speculating or base_rate > self._rates[True].value:
+            if not self.speculating or self._must_try or base_rate > self._rates[True].value:
+                self._must_try = False
                 other = not self.speculating
                 self._trial = self._steps[other]
                 self._rates[other] = Rate(self._steps[other])
