@@ -45,12 +45,12 @@ def _temporary_file(path: Path) -> tuple[int, str]:
             return handle, name
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(handle).st_nlink:
+                return handle, name
         except BlockingIOError:
             pass
         except OSError:
             return handle, name  # a file system without locks
-        if os.fstat(handle).st_nlink:
-            return handle, name
         os.close(handle)  # another process has taken it for abandoned before it was locked
 
 

@@ -18,7 +18,7 @@ from lookfar.models.alibi import positions_as_bias
 from lookfar.models.masks import StepMasks
 from lookfar.models.packed_linear import PackedLinears, pack_by_default
 from lookfar.models.support import Support, examine
-from lookfar.models.weight_changes import ModelChange, ModelState
+from lookfar.models.weight_changes import ModelChange, ModelFingerprint
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class BoundModel:
         self._parameters = set(inspect.signature(model.forward).parameters)
         self._attention = _mask_attention(model)
         self._shape = self._present_shape()
-        self.state = ModelState.of(model)
+        self.fingerprint = ModelFingerprint.of(model)
 
     def refresh(self, everything: bool = False) -> ModelChange:
         """Follow changes of the model. Not while a step runs.
@@ -50,10 +50,10 @@ class BoundModel:
         self._attention = _mask_attention(self.model)
         dropped = self._packed is not None and self._packed.refresh(everything)
         before, self._shape = self._shape, self._present_shape()
-        state, self.state = self.state, ModelState.of(self.model)
+        fingerprint, self.fingerprint = self.fingerprint, ModelFingerprint.of(self.model)
         if before != self._shape:
             return ModelChange.SHAPE
-        return ModelChange.WEIGHTS if everything or dropped or state != self.state else ModelChange.NONE
+        return ModelChange.WEIGHTS if everything or dropped or fingerprint != self.fingerprint else ModelChange.NONE
 
     def _present_shape(self) -> tuple[Any, ...]:
         return self.model.dtype, self.device, self.vocab_size

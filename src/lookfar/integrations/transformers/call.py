@@ -26,7 +26,7 @@ UNKNOWN_TOKEN = 0  # stands for tokens that were given as KV or as embeddings
 
 
 class UnsupportedCall(Exception):  # noqa: N818
-    """A call that is left to transformers; the message is the reason, empty if nobody would ask for it."""
+    """A call that is left to transformers; the message is the reason, empty if none needs to be given."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from lookfar.kernels.row_table import MAX_PATH
 from lookfar.kvcache.slots import SlotKVCache, exact_size
 from lookfar.models.binding import BoundModel
 from lookfar.models.self_check import agree, branched_plan, one_slot
-from lookfar.models.weight_changes import ModelChange, ModelState
+from lookfar.models.weight_changes import ModelChange, ModelFingerprint
 from lookfar.runners.base import PendingStep
 from lookfar.runners.cuda_graph.availability import why_no_graphs
 from lookfar.runners.cuda_graph.compiled_layers import CompiledLayers, computes_weights, ignore_layer
@@ -59,7 +59,7 @@ class CudaGraphRunner:
         self._works = True
         self._embedding = model.model.get_input_embeddings().weight
         self._address = self._embedding.data_ptr()
-        self._state = ModelState.of(model.model)  # when the layers were fused
+        self._fingerprint = ModelFingerprint.of(model.model)  # when the layers were fused
         self._generation = -1  # of the KV buffers that the captured steps use
         self._steps: dict[tuple[int, int], GraphStep] = {}
         self._pool: Any = None
@@ -85,7 +85,7 @@ class CudaGraphRunner:
                 return "a row's result depends on the other rows"
         self._embedding = self.model.model.get_input_embeddings().weight
         self._address = self._embedding.data_ptr()
-        self._state = ModelState.of(self.model.model)
+        self._fingerprint = ModelFingerprint.of(self.model.model)
         return ""
 
     def _layer_options(self) -> LayerOptions:
@@ -102,7 +102,7 @@ class CudaGraphRunner:
 
     def refresh(self, everything: bool = False) -> ModelChange:
         change = self.model.refresh(everything)
-        if self.model.state.structure != self._state.structure or everything:
+        if self.model.fingerprint.structure != self._fingerprint.structure or everything:
             self._start_again()
         return change
 
@@ -116,7 +116,7 @@ class CudaGraphRunner:
         elif self.exact:
             raise ModelError(f"exact=True is unavailable for the model as it was changed: {reason}.")
         else:
-            self._state = ModelState.of(self.model.model)
+            self._fingerprint = ModelFingerprint.of(self.model.model)
             self._run_eagerly(reason)
 
     def _size_cache(self, slots: int, length: int, most: int) -> tuple[int, int]:
