@@ -134,7 +134,7 @@ def rate_of(truth: CostCurve, learned: CostCurve, chances: list[float], steps: i
     tokens = seconds = 0.0
     for _ in range(steps):
         count = int(best_count(scores, owners, one, learned.table(len(scores) + 1), 0.0, False)[0])
-        count = learned.explore(1 + count, 1 + len(scores)) - 1
+        count = learned.explore(1 + count, 1, 1 + len(scores)) - 1
         accepted = 0
         while accepted < count and chance.random() < chances[accepted]:
             accepted += 1
@@ -172,3 +172,28 @@ def test_regret(truth: str, beginning: str, chances: list[float], stepped: bool)
     first, then = (rate_of(real, learned, chances, 3000, seed) * 1.01 / best for seed in (0, 1))  # noise adds 0.01
     assert first > (0.97 if beginning in ("right", "twice as slow") else 0.84)
     assert then > 0.95
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_exploration_keeps_to_the_rows_that_there_are(stepped: bool) -> None:
+    chance = random.Random(0)
+    for _ in range(30):
+        curve = CostCurve(TRUTHS["flat"], stepped)
+        for _ in range(400):
+            least = chance.randint(1, 70)
+            most = least + chance.randint(0, 200)
+            chosen = chance.randint(least, most)
+            rows = curve.explore(chosen, least, most)
+            assert least <= rows <= most
+            curve.refine(rows, chance.uniform(1, 2), requests=chance.choice([1, 8]))
+
+
+def test_exploration_costs_what_it_may() -> None:
+    curve = CostCurve(TRUTHS["steep"])
+    spent = extra = 0.0
+    for _ in range(5000):
+        rows = curve.explore(4, 1, 64)
+        cost = float(CostCurve(TRUTHS["steep"]).table(64)[rows])
+        spent, extra = spent + cost, extra + max(cost - 55.0, 0)
+        curve.refine(rows, cost)
+    assert 0 < extra < 0.01 * spent

@@ -125,7 +125,7 @@ class CostCurve:
             last += 1
         return first, last
 
-    def explore(self, chosen: int, most: int) -> int:
+    def explore(self, chosen: int, least: int, most: int) -> int:
         """Return the rows of the next step: those chosen, or now and then another number to learn its cost.
 
         At most `EXPLORATION` of the time goes into it, and a little more where a size is new.
@@ -139,6 +139,8 @@ class CostCurve:
         options = []
         for point, size in enumerate(self.rows):
             rows = min(int(size), most)
+            if rows < least:
+                continue
             reached = rows > (self.rows[point - 1] if point else 0) if self.stepped else size < 2 * most
             if point == own or not reached:
                 continue

@@ -158,9 +158,9 @@ class RowBudget:
         silent = float(step.num_prefilling)
         count, rate = best_count(ranking.gains, ranking.owners, fed, table, -silent, padded)
         if beside < 0:
-            if len(fed) == 1 or not padded:
+            if (len(fed) == 1 or not padded) and not step.limits.fixed_rows:
                 before = int(fed.sum())
-                count = costs.explore(before + count, before + len(ranking.scores)) - before
+                count = costs.explore(before + count, before, before + len(ranking.scores)) - before
             return count, False
         with_windows = fed.copy()
         with_windows[list(windows.members)] += windows.lengths
