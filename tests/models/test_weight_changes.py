@@ -149,6 +149,7 @@ def test_a_changed_model_decodes_what_it_is_now(
         decode_and_compare(lm, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["packed", "flat"])
 @pytest.mark.parametrize("convert", [torch.bfloat16, torch.float64, torch.float16])
 @pytest.mark.filterwarnings("ignore::lookfar.errors.LookfarWarning")  # on a GPU, float64 runs without graphs

@@ -158,6 +158,7 @@ BEGINNINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stepped", [True, False])
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 @pytest.mark.parametrize("truth", TRUTHS)
