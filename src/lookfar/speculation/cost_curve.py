@@ -181,5 +181,10 @@ def measure_curve(step: Callable[[int], None], sizes: Seq[int] = MEASURED_ROWS, 
     return CostCurve(seconds, stepped)
 
 
+def size_class(requests: int) -> int:
+    """Return the power of two that a number of requests is rounded up to: those alike share what is learned."""
+    return 1 << (requests - 1).bit_length()
+
+
 def _clip(error: float, limit: float) -> float:
     return min(max(error, -limit), limit)

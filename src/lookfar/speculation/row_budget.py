@@ -14,7 +14,7 @@ from lookfar.core.plan import RequestPlan, RunnerLimits, WindowRows
 from lookfar.drafters.base import Strategy
 from lookfar.drafters.registry import auto_strategies
 from lookfar.errors import ConfigError
-from lookfar.speculation.cost_curve import CostCurve
+from lookfar.speculation.cost_curve import CostCurve, size_class
 
 # Rows a step: as many as pay, a number, or (None) everything that the strategies propose.
 Budget = int | Literal["auto"] | None
@@ -153,8 +153,8 @@ class RowBudget:
         fed: Int32s = np.array(step.lengths, dtype=np.int32)
         most = len(fed) * (max(step.lengths) + max(self.max_rows[i] for i in self.members))
         most = most if step.limits.rows is None else min(most, step.limits.rows)
-        requests = 1 << (len(fed) - 1).bit_length()
-        table, padded = costs.table(most) + np.float32(overhead / costs.drift(requests)), step.limits.padded
+        drift = costs.drift(size_class(len(fed)))
+        table, padded = costs.table(most) + np.float32(overhead / drift), step.limits.padded
         silent = float(step.num_prefilling)
         count, rate = best_count(ranking.gains, ranking.owners, fed, table, -silent, padded)
         if beside < 0:

@@ -10,7 +10,7 @@ import numpy as np
 from lookfar.core.plan import RequestPlan, RunnerLimits, StepPlan
 from lookfar.retrieval.recycle_table import SAMPLED_TOP_K, TOP_K
 from lookfar.speculation.controller import SpeculationController
-from lookfar.speculation.cost_curve import CostCurve
+from lookfar.speculation.cost_curve import CostCurve, size_class
 from lookfar.speculation.cost_file import Experience, KnownCosts
 from lookfar.speculation.drafting import DraftedGroup, draft_trees
 from lookfar.speculation.interface import Batch, SpeculatedRequest, Walk
@@ -74,7 +74,7 @@ class Speculator:
         prefills = any(request.num_pending > 1 for request in requests)
         if self.costs is None or not all(request.speculation.budget == "auto" for request in requests):
             return StepRecord(batch, True, prefills, None)
-        size = 1 << (len(requests) - 1).bit_length()
+        size = size_class(len(requests))
         if size not in self.controllers:
             self.controllers[size] = SpeculationController(size, self._remembered.get(size))
         controller = self.controllers[size]
@@ -134,8 +134,8 @@ class Speculator:
                         speculation.state.update_window_value(window_gain(speculation.drafters, rows, walk.nodes))
         decodes = all(len(rows.pending) == 1 for rows in step.plan.requests)
         if self.costs is not None and decodes and step.result.is_warm:
-            requests = 1 << (len(step.plan.requests) - 1).bit_length()
-            self.costs.refine(step.result.num_rows, step.result.seconds, requests)
+            size = size_class(len(step.plan.requests))
+            self.costs.refine(step.result.num_rows, step.result.seconds, size)
 
     def _learn_rate(self) -> None:
         """Tell the controller about the last step, unless it prefilled, failed, or captured a graph."""
