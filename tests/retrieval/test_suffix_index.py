@@ -24,7 +24,7 @@ def brute_force(text: list[int], tail: list[int]) -> dict[int, int]:
 
 def longest_chain(index: SuffixIndex) -> int:
     longest = 0
-    for heads, links in zip(index.arrays.heads, index.arrays.links, strict=True):
+    for heads, links in zip(index._heads, index._links, strict=True):
         for place in heads.tolist():
             length = 0
             while place >= 0:
@@ -63,7 +63,7 @@ def test_a_text_is_followed_as_it_is_extended_and_searched() -> None:
     ):  # grows twice
         other.extend(text[start:end])
         expected = other.find(np.array(text[max(end - MAX_MATCH, 0) : end], np.int32), limit=8, depth=6)
-        found = followed.extend_and_find(text[start:end], limit=8, depth=6)
+        found = SuffixIndex.follow_all([followed], [text[:end]], np.array([[8, 6]], np.int32))[:2]
         assert followed.text.tolist() == text[:end]
         assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from lookfar.core.arrays import Floats, Int32s
-from lookfar.drafters.base import NO_FLOATS, NO_TOKENS, DraftContext, Drafter, Outcome, Proposal, Strategy
-from lookfar.retrieval.recycle_table import RecycleTable
+from lookfar.drafters.base import BatchDrafter, BatchOutcome, BatchProposal, DraftContext, Drafter, Outcome, Strategy
+from lookfar.retrieval.recycle_table import RecycleTable, RunnerUps
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Recycle(Strategy):
         return self.rows
 
 
-class RecycleDrafter:
+class RecycleDrafter(BatchDrafter):
     """Proposes a table that continues every node of the tree, and the runner-ups of the last token as first tokens."""
 
     name = Recycle.name
@@ -38,20 +40,32 @@ class RecycleDrafter:
 
     def __init__(self, table: RecycleTable) -> None:
         self.table = table
-        self.runner_ups: Int32s = NO_TOKENS
-        self.runner_up_logits: Floats = NO_FLOATS
+        self.runner_ups = RunnerUps()
 
-    def propose(self, ids: Seq[int], limit: int) -> Proposal:
-        return Proposal(table=self.table, runner_ups=self.runner_ups, runner_up_logits=self.runner_up_logits)
+    @classmethod
+    def propose_all(cls, drafters: Seq[Self], texts: Seq[Seq[int]], limits: Seq[int]) -> BatchProposal:
+        runner_ups = RunnerUps.read_all([drafter.runner_ups for drafter in drafters])
+        return BatchProposal(tables=[drafter.table for drafter in drafters], runner_ups=runner_ups)
+
+    @classmethod
+    def observe_all(cls, drafters: Seq[Self], outcome: BatchOutcome) -> None:
+        if outcome.top_ids is None or outcome.top_logits is None:
+            return
+        by_table: dict[int, list[int]] = {}
+        for i, drafter in enumerate(drafters):
+            by_table.setdefault(id(drafter.table), []).append(i)
+        top = outcome.top_ids, outcome.top_logits
+        for members in by_table.values():
+            about = outcome.about if len(members) == len(drafters) else outcome.about[members]
+            runner_ups = [drafters[i].runner_ups for i in members]
+            drafters[members[0]].table.learn_step(
+                outcome.plan, about, (outcome.top_ids, outcome.top_logits), runner_ups
+            )
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
         rows = outcome.predictions
         if rows is None:
             return
         self.table.learn(rows.before, rows.tokens, rows.top_ids, rows.top_logits)
-        top, logits = rows.top_ids[outcome.last], rows.top_logits[outcome.last]
-        others: Any = slice(1, None)
-        if outcome.emitted and outcome.emitted[-1] != top[0]:  # sampled, or changed by a logits processor
-            others = top != outcome.emitted[-1]
-        most = len(top) - 1
-        self.runner_ups, self.runner_up_logits = top[others][:most], logits[others][:most]
+        last = outcome.emitted[-1] if outcome.emitted else -1
+        self.runner_ups.set(rows.top_ids[outcome.last], rows.top_logits[outcome.last], last)

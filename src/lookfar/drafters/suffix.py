@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from lookfar.core.arrays import Floats, Int32s
-from lookfar.drafters.base import DraftContext, Drafter, Outcome, Proposal, Strategy
+from lookfar.core.arrays import Floats, Int32s, stack
+from lookfar.drafters.base import BatchDrafter, BatchOutcome, BatchProposal, DraftContext, Drafter, Outcome, Strategy
 from lookfar.errors import ConfigError
 from lookfar.retrieval.draft_store import DraftStore
-from lookfar.retrieval.suffix_index import MAX_MATCH, SuffixIndex
+from lookfar.retrieval.suffix_index import MAX_MATCH, Matches, SuffixIndex
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Match length → match score. Long matches differ little from each other.
 SCORE_OF: Int32s = np.searchsorted(
@@ -41,55 +44,91 @@ class Suffix(Strategy):
             raise ConfigError(f"suffix: branches must be at most 64, not {self.branches}.")
 
     def create(self, context: DraftContext) -> list[Drafter]:
-        stored = StoreDrafter(self, context.sources.store, len(context.prompt), context.remember)
-        return [SuffixDrafter(self, context.max_length + 1), stored]
+        text = SuffixIndex(context.max_length + 1, CHAINED_LENGTHS)
+        first = max(len(context.prompt) - PROMPT_TAIL, 0) if context.remember else None
+        return [SuffixDrafter(self, text), StoreDrafter(self, text, context.sources.store, first)]
 
     @property
     def max_rows(self) -> int:
         return self.rows
 
 
-class SuffixDrafter:
+class SuffixDrafter(BatchDrafter):
     """Matches in the request's own text, prompt and output. The newest of equally long matches weighs most."""
 
     name = "suffix"
     wants_predictions = False
 
-    def __init__(self, settings: Suffix, capacity: int) -> None:
+    def __init__(self, settings: Suffix, text: SuffixIndex) -> None:
         self.settings = settings
-        self.index = SuffixIndex(capacity, CHAINED_LENGTHS)
+        self.text = text
 
-    def propose(self, ids: Seq[int], limit: int) -> Proposal:
-        new = ids[self.index.size :]
-        depth = min(limit, self.settings.length)
-        return as_proposal(*self.index.extend_and_find(new, self.settings.branches, depth))
+    @classmethod
+    def propose_all(cls, drafters: Seq[Self], texts: Seq[Seq[int]], limits: Seq[int]) -> BatchProposal:
+        indexes = [drafter.text for drafter in drafters]
+        return as_proposal(SuffixIndex.follow_all(indexes, texts, wanted_by(drafters, limits)))
+
+    @classmethod
+    def observe_all(cls, drafters: Seq[Self], outcome: BatchOutcome) -> None:
+        pass  # `propose_all` indexes the texts from where it stopped
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
-        pass  # `propose` indexes the text from where it stopped
+        pass
 
 
-class StoreDrafter:
+class StoreDrafter(BatchDrafter):
     """Matches in the draft store. A finished output is added to the store."""
 
     name = "store"
     wants_predictions = False
 
-    def __init__(self, settings: Suffix, store: DraftStore, prompt_length: int, remember: bool) -> None:
+    def __init__(self, settings: Suffix, text: SuffixIndex, store: DraftStore, first: int | None) -> None:
         self.settings = settings
+        self.text = text  # which `SuffixDrafter` keeps up to date
         self.store = store
-        self.first = max(prompt_length - PROMPT_TAIL, 0)
-        self.remember = remember
+        self.first = first  # the first token of the text to store; None: the text is not stored
 
-    def propose(self, ids: Seq[int], limit: int) -> Proposal:
-        if not self.store.index.size:
-            return Proposal()
-        tail = np.array(ids[-MAX_MATCH:], dtype=np.int32)
-        return as_proposal(*self.store.find(tail, self.settings.branches, min(limit, self.settings.length)))
+    @classmethod
+    def propose_all(cls, drafters: Seq[Self], texts: Seq[Seq[int]], limits: Seq[int]) -> BatchProposal:
+        store = drafters[0].store
+        if any(drafter.store is not store for drafter in drafters):
+            return cls._propose_apart(drafters, texts, limits)
+        if not store.index.size:
+            return BatchProposal()
+        for drafter, ids in zip(drafters, texts, strict=True):
+            if drafter.text.size < len(ids):
+                drafter.text.extend(ids[drafter.text.size :])
+        addresses = np.array([drafter.text.address for drafter in drafters])
+        return as_proposal(store.find_all(addresses, wanted_by(drafters, limits)))
+
+    @classmethod
+    def _propose_apart(cls, drafters: Seq[Self], texts: Seq[Seq[int]], limits: Seq[int]) -> BatchProposal:
+        """Propose from the store of each drafter."""
+        parts = [cls.propose_all([d], [ids], [n]) for d, ids, n in zip(drafters, texts, limits, strict=True)]
+        owners = np.repeat(np.arange(len(parts)), [len(part.scores) for part in parts]).astype(np.int32)
+        scores, weights = (np.concatenate([getattr(p, name) for p in parts]) for name in ("scores", "weights"))
+        return BatchProposal(stack([part.drafts for part in parts]), scores, weights, owners)
+
+    @classmethod
+    def observe_all(cls, drafters: Seq[Self], outcome: BatchOutcome) -> None:
+        for drafter, ids, finished in zip(drafters, outcome.texts, outcome.finished, strict=True):
+            if finished:
+                drafter._remember(ids)
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
-        if outcome.finished and self.remember:
+        if outcome.finished:
+            self._remember(ids)
+
+    def _remember(self, ids: Seq[int]) -> None:
+        if self.first is not None:
             self.store.add(ids[self.first :])
 
 
-def as_proposal(continuations: Int32s, matched: Int32s) -> Proposal:
-    return Proposal(continuations, SCORE_OF[matched], RECENCY[: len(matched)])
+def wanted_by(drafters: Seq[SuffixDrafter | StoreDrafter], limits: Seq[int]) -> Int32s:
+    """Return the most matches of each drafter and the tokens to copy from each."""
+    wanted = [(d.settings.branches, min(n, d.settings.length)) for d, n in zip(drafters, limits, strict=True)]
+    return np.array(wanted, np.int32)
+
+
+def as_proposal(found: Matches) -> BatchProposal:
+    return BatchProposal(found.continuations, SCORE_OF[found.lengths], RECENCY[found.ranks], found.queries)

@@ -13,15 +13,18 @@ import numpy as np
 
 from lookfar.core.arrays import Ints
 from lookfar.core.plan import RequestPlan, RunnerLimits
+from lookfar.core.tree import NO_TREE, DraftTrees
+from lookfar.speculation.acceptance import AcceptanceModel
 from lookfar.speculation.cost_curve import CostCurve
-from lookfar.speculation.interface import SpeculatedRequest
-from lookfar.speculation.proposals import RequestProposals, collect, propose
+from lookfar.speculation.interface import SpeculatedRequest, Walk
+from lookfar.speculation.proposals import Member, Proposals, propose
 from lookfar.speculation.row_budget import Budget, BudgetKind, Ranking, RowBudget, StepRows, Windows, kind_of
 from lookfar.speculation.tree_builder import BuildLimits, Candidates, build_candidates
 
 RECYCLED = "recycle"  # the source of candidates that no drafter drafted
 NO_GROUPS: Ints = np.zeros(0, np.int64)
 NO_WINDOWS = Windows((), (), ())
+NO_TREES = DraftTrees.of([NO_TREE])
 KINDS: tuple[BudgetKind, ...] = ("all", "number", "auto")  # budgets in the order in which they take rows
 
 
@@ -29,19 +32,41 @@ KINDS: tuple[BudgetKind, ...] = ("all", "number", "auto")  # budgets in the orde
 class DraftedGroup:
     """Requests with one table and one acceptance model, and the candidates that were built for them."""
 
-    members: Seq[RequestProposals]
+    members: Seq[Member]
     candidates: Candidates
+    acceptance: AcceptanceModel
+    trees: DraftTrees = NO_TREES  # of the chosen candidates, for all requests of the step; empty for those of others
 
     def ranking(self) -> Ranking:
         scores = self.candidates.chosen_scores
-        return Ranking(scores, self.members[0].acceptance.calibration.apply(scores), self.candidates.owners)
+        return Ranking(scores, self.acceptance.calibration.apply(scores), self.candidates.owners)
 
-    def set_trees(self, plans: Seq[RequestPlan], count: int) -> None:
-        """Give each request the tree of its best candidates; `count` of the whole group."""
-        names = (*self.members[0].acceptance.sources, RECYCLED)
-        trees = self.candidates.trees(count, names, len(self.members))
-        for member, tree in zip(self.members, trees, strict=True):
-            plans[member.place].tree = tree
+    def choose(self, count: int, batch: int) -> None:
+        """Make trees of the best candidates for a step of `batch` requests."""
+        self.trees = self.candidates.trees(count, (*self.acceptance.sources, RECYCLED), batch)
+
+    def learn(self, walks: Seq[Walk | None]) -> None:
+        """Teach the acceptance model what was emitted and accepted."""
+        emitted: list[int] = []
+        accepted: list[int] = []
+        starts = [0]
+        for member in self.members:
+            walk = walks[member.place]
+            if walk is not None:
+                emitted += walk.tokens
+                first = self.trees.starts[member.place]
+                accepted += [first + node for node in walk.nodes]
+            starts.append(len(emitted))
+        self.candidates.learn(np.array(emitted, np.int32), np.array(starts, np.int32), self.acceptance)
+        self.acceptance.calibration.learn(self.trees.scores, np.array(accepted, np.int32))
+
+
+@dataclass
+class Drafts:
+    """The drafts of a step, after the best ones were chosen."""
+
+    groups: list[DraftedGroup]
+    trees: DraftTrees | None = None  # of all requests, if they lie behind each other
 
 
 def draft_trees(
@@ -50,83 +75,92 @@ def draft_trees(
     limits: RunnerLimits,
     costs: CostCurve | None,
     overhead: float,
-) -> list[DraftedGroup]:
+) -> Drafts:
     """Add draft trees and windows to the plans of a step. An error of a drafter fails its request."""
-    proposed = []
-    for place, (request, rows) in enumerate(zip(requests, plans, strict=True)):
-        try:
-            proposals = propose(place, request, rows)
-        except BaseException as error:  # a drafter of another package
-            request.fail(error)
-            continue
-        if proposals is not None:
-            proposed.append(proposals)
-    if not proposed:
-        return []
+    proposals = propose(requests, plans)
+    drafts = Drafts([])
+    if not proposals.members:
+        return drafts
     step = StepRows(plans, limits)
     budgets = [request.speculation.budget for request in requests]
     max_rows = [request.speculation.max_rows for request in requests]
-    groups: list[DraftedGroup] = []
-    for kind, members in by_kind(proposed, budgets):
-        if groups:
+    for kind, chosen in by_kind(proposals.members, budgets):
+        if drafts.groups:
             step.count_rows()
+        members = [proposals.members[i] for i in chosen]
         budget = RowBudget.of(kind, [member.place for member in members], budgets, max_rows)
-        drafted = build_groups(members, budget, step)
-        choose_rows(drafted, members, budget, step, (costs, overhead))
-        groups += drafted
-    return groups
+        drafted = build_groups(proposals, chosen, budget, step)
+        counts = choose_rows(drafted, members, budget, step, (costs, overhead))
+        trees = set_trees(drafted, counts, plans)
+        drafts.trees = trees if not drafts.groups else None
+        drafts.groups += drafted
+    return drafts
 
 
-def by_kind(proposed: Seq[RequestProposals], budgets: Seq[Budget]) -> list[tuple[BudgetKind, list[RequestProposals]]]:
-    """Sort requests by the kind of their budget."""
-    members: dict[BudgetKind, list[RequestProposals]] = {}
-    for member in proposed:
-        members.setdefault(kind_of(budgets[member.place]), []).append(member)
-    return sorted(members.items(), key=lambda item: KINDS.index(item[0]))
+def by_kind(members: Seq[Member], budgets: Seq[Budget]) -> list[tuple[BudgetKind, list[int]]]:
+    """Sort members by the kind of their budget."""
+    chosen: dict[BudgetKind, list[int]] = {}
+    for i, member in enumerate(members):
+        chosen.setdefault(kind_of(budgets[member.place]), []).append(i)
+    return sorted(chosen.items(), key=lambda item: KINDS.index(item[0]))
 
 
-def build_groups(members: Seq[RequestProposals], budget: RowBudget, step: StepRows) -> list[DraftedGroup]:
-    """Build the candidates of requests with one kind of budget."""
-    by_source: dict[tuple[int, int], list[RequestProposals]] = {}
-    for member in members:
-        by_source.setdefault((id(member.table), id(member.acceptance)), []).append(member)
+def build_groups(proposals: Proposals, chosen: Seq[int], budget: RowBudget, step: StepRows) -> list[DraftedGroup]:
+    """Build the candidates of members with one kind of budget."""
+    by_source: dict[tuple[int, int], list[int]] = {}
+    for i in chosen:
+        member = proposals.members[i]
+        by_source.setdefault((id(member.table), id(member.acceptance)), []).append(i)
     groups = []
     for group in by_source.values():
+        members = [proposals.members[i] for i in group]
         limits = BuildLimits(
             budget.max_nodes(step),
-            np.array([budget.max_rows[member.place] for member in group], np.int32),
+            np.array([budget.max_rows[member.place] for member in members], np.int32),
             budget.min_score,
-            group[0].request.speculation.state.sources.vocab_size,
+            members[0].request.speculation.state.sources.vocab_size,
         )
-        groups.append(DraftedGroup(group, build_candidates(collect(group, step.limits.depth), limits)))
+        inputs = proposals.of(group, step.limits.depth)
+        groups.append(DraftedGroup(members, build_candidates(inputs, limits), inputs.acceptance))
     return groups
+
+
+def set_trees(groups: Seq[DraftedGroup], counts: Seq[int], plans: Seq[RequestPlan]) -> DraftTrees | None:
+    """Give every request of some groups its tree; returns all of them if they are of one group."""
+    for group, count in zip(groups, counts, strict=True):
+        group.choose(count, len(plans))
+        parts = group.trees.split()
+        for member in group.members:
+            plans[member.place].tree = parts[member.place]
+    return groups[0].trees if len(groups) == 1 else None
 
 
 def choose_rows(
     groups: Seq[DraftedGroup],
-    members: Seq[RequestProposals],
+    members: Seq[Member],
     budget: RowBudget,
     step: StepRows,
     prices: tuple[CostCurve | None, float],
-) -> None:
-    """Choose the best candidates of all groups within the budget, and give every request its tree and its windows."""
+) -> list[int]:
+    """Choose the best candidates of all groups within the budget, and feed windows if they pay.
+
+    Returns how many candidates of each group are verified, best first.
+    """
     ranking, group_of = merge(groups, budget.max_nodes(step))
     windows = NO_WINDOWS
     if any(member.request.speculation.uses_window for member in members):
         windows = Windows(
             [member.place for member in members],
-            [member.windows for member in members],
+            [tuple(member.windows) for member in members],
             [member.request.speculation.state.window_value for member in members],
         )
     count, with_windows = budget.choose(ranking, windows, step, *prices)
     if with_windows:
         for member in members:
-            step.plans[member.place].windows = member.windows
+            step.plans[member.place].windows = tuple(member.windows)
     if len(groups) == 1:
-        groups[0].set_trees(step.plans, count)
-        return
-    for i, group in enumerate(groups):
-        group.set_trees(step.plans, int((group_of[:count] == i).sum()))
+        return [count]
+    return [int(number) for number in np.bincount(group_of[:count], minlength=len(groups))]
 
 
 def merge(groups: Seq[DraftedGroup], most: int) -> tuple[Ranking, Ints]:

@@ -12,9 +12,9 @@ from lookfar.retrieval.recycle_table import SAMPLED_TOP_K, TOP_K
 from lookfar.speculation.controller import SpeculationController
 from lookfar.speculation.cost_curve import CostCurve, size_class
 from lookfar.speculation.cost_file import Experience, KnownCosts
-from lookfar.speculation.drafting import DraftedGroup, draft_trees
+from lookfar.speculation.drafting import Drafts, draft_trees
 from lookfar.speculation.interface import Batch, SpeculatedRequest, Walk
-from lookfar.speculation.outcomes import StepChoices, notify_drafters, window_gain
+from lookfar.speculation.outcomes import StepChoices, StepOutcomes, window_gain
 
 
 @dataclass
@@ -25,7 +25,7 @@ class StepRecord:
     speculates: bool
     prefills: bool
     controller: SpeculationController | None
-    groups: Seq[DraftedGroup] = ()
+    drafts: Drafts | None = None
     plan: StepPlan | None = None
     walks: Seq[Walk | None] = ()
     result: StepChoices | None = None  # set when the step is done
@@ -62,10 +62,11 @@ class Speculator:
         self._step = step = self._decide(batch)
         if step.speculates:
             overhead = step.controller.overhead if step.controller is not None else 0.0
-            step.groups = draft_trees(requests, rows, limits, self.costs, overhead)
+            step.drafts = draft_trees(requests, rows, limits, self.costs, overhead)
         wanted = (step.speculates or step.prefills) and any(r.speculation.wants_predictions for r in requests)
         sampled = any(request.sampler.random is not None for request in requests)
-        step.plan = StepPlan(rows, (SAMPLED_TOP_K if sampled else TOP_K) if wanted else 0)
+        top_k = (SAMPLED_TOP_K if sampled else TOP_K) if wanted else 0
+        step.plan = StepPlan(rows, top_k, trees=step.drafts.trees if step.drafts is not None else None)
         return step.plan
 
     def _decide(self, batch: Batch) -> StepRecord:
@@ -89,19 +90,17 @@ class Speculator:
         assert step is not None
         assert step.plan is not None
         step.walks, step.result = walks, result
-        finished = False
-        for i, request in enumerate(step.batch.requests):
-            walk = walks[i]
+        finished, places = False, []
+        for place, request in enumerate(step.batch.requests):
             if request.error is not None:
                 continue
-            finished = finished or request.is_finished
-            rows = step.plan.requests[i]
-            prefilled = len(rows.pending) > 1 or not rows.complete
-            if request.speculation.drafters and (step.speculates or prefilled or request.is_finished):
-                try:
-                    notify_drafters(i, request, step.plan, walk, result)
-                except BaseException as error:  # a drafter of another package
-                    request.fail(error)
+            ends, rows = request.is_finished, step.plan.requests[place]
+            finished = finished or ends
+            prefilled = step.prefills and (len(rows.pending) > 1 or not rows.complete)
+            if (step.speculates or ends or prefilled) and request.speculation.drafters:
+                places.append(place)
+        if places:
+            StepOutcomes(step.batch.requests, step.plan, walks, result).show(places)
         self._unlearned.append(step)
         if finished:
             self.learn()  # its counts are read next
@@ -123,15 +122,13 @@ class Speculator:
         for request, rows, walk in zip(step.batch.requests, step.plan.requests, step.walks, strict=True):
             if walk is not None:
                 request.count_drafts(rows.tree, walk.nodes)
-        for group in step.groups:
-            for root, member in enumerate(group.members):
-                walk, request = step.walks[member.place], member.request
-                if walk is not None:
-                    group.candidates.learn(root, np.array(walk.tokens, dtype=np.int32), member.acceptance)
-                    rows, speculation = step.plan.requests[member.place], request.speculation
-                    member.acceptance.calibration.learn(rows.tree.scores, walk.nodes)
-                    if speculation.uses_window:
-                        speculation.state.update_window_value(window_gain(speculation.drafters, rows, walk.nodes))
+        for group in step.drafts.groups if step.drafts is not None else ():
+            group.learn(step.walks)
+            for member in group.members:
+                speculation, walk = member.request.speculation, step.walks[member.place]
+                if speculation.uses_window and walk is not None:
+                    rows = step.plan.requests[member.place]
+                    speculation.state.update_window_value(window_gain(speculation.drafters, rows, walk.nodes))
         decodes = all(len(rows.pending) == 1 for rows in step.plan.requests)
         if self.costs is not None and decodes and step.result.is_warm:
             size = size_class(len(step.plan.requests))
