@@ -214,7 +214,7 @@ def test_rows_are_written_and_moved_and_slots_copied() -> None:
     moves[1, :4], moves[1, 1 + MAX_PATH : 4 + MAX_PATH] = torch.tensor([1, 5, 6, 7]), torch.tensor([4, 5, 6])
     mover = KVMover(cache.buffers.tensors())
     mover.move(moves)
-    expected.commit(1, [1, 2, 3])
+    expected.commit(1, 0, [1, 2, 3])
     expected.apply_moves()
     for length in (6, 41):
         mover.copy(1, 0, length)

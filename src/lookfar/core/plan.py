@@ -170,14 +170,16 @@ class StepPlan:
 
     @cached_property
     def flat(self) -> FlatPlan:
-        about, pending = [], 0
-        for rows, node in zip(self.requests, self.trees.starts, strict=False):
-            count, nodes = len(rows.pending), rows.tree.columns.shape[1]
-            window = sum(map(len, rows.windows)) if rows.windows else 0
-            about.append((rows.num_cached, pending, count, node, nodes, window, rows.complete, rows.predict))
-            pending += count
-        tokens = np.concatenate([rows.pending for rows in self.requests])
-        return FlatPlan(np.array(about, np.int64), tokens, self.trees.columns)
+        requests, nodes = self.requests, np.array(self.trees.starts)
+        about: Ints = np.empty((len(requests), 8), np.int64)
+        about[:, NUM_CACHED] = [rows.num_cached for rows in requests]
+        about[:, NUM_PENDING] = pending = [len(rows.pending) for rows in requests]
+        about[:, FIRST_PENDING] = np.cumsum(pending) - pending
+        about[:, FIRST_NODE], about[:, NUM_NODES] = nodes[:-1], nodes[1:] - nodes[:-1]
+        about[:, NUM_WINDOW] = [sum(map(len, rows.windows)) if rows.windows else 0 for rows in requests]
+        about[:, COMPLETE] = [rows.complete for rows in requests]
+        about[:, PREDICT] = [rows.predict for rows in requests]
+        return FlatPlan(about, np.concatenate([rows.pending for rows in requests]), self.trees.columns)
 
     @cached_property
     def num_cached(self) -> Ints:

@@ -120,6 +120,7 @@ class BatchDrafter(ABC):
 
     name: str
     wants_predictions: bool
+    wants_steps: ClassVar[bool]  # whether it learns from every step, or from the last one of a request only
 
     @classmethod
     @abstractmethod

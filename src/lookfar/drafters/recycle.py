@@ -36,7 +36,7 @@ class RecycleDrafter(BatchDrafter):
     """Proposes a table that continues every node of the tree, and the runner-ups of the last token as first tokens."""
 
     name = Recycle.name
-    wants_predictions = True
+    wants_predictions = wants_steps = True
 
     def __init__(self, table: RecycleTable) -> None:
         self.table = table

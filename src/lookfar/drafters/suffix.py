@@ -57,7 +57,7 @@ class SuffixDrafter(BatchDrafter):
     """Matches in the request's own text, prompt and output. The newest of equally long matches weighs most."""
 
     name = "suffix"
-    wants_predictions = False
+    wants_predictions = wants_steps = False
 
     def __init__(self, settings: Suffix, text: SuffixIndex) -> None:
         self.settings = settings
@@ -80,7 +80,7 @@ class StoreDrafter(BatchDrafter):
     """Matches in the draft store. A finished output is added to the store."""
 
     name = "store"
-    wants_predictions = False
+    wants_predictions = wants_steps = False
 
     def __init__(self, settings: Suffix, text: SuffixIndex, store: DraftStore, first: int | None) -> None:
         self.settings = settings

@@ -49,35 +49,36 @@ class StepOutcomes:
         """Show the step to the drafters of some requests. An error of a drafter fails its request."""
         by_class: dict[type[BatchDrafter], list[int]] = {}
         for place in places:
-            speculation = self.requests[place].speculation
-            for kind in speculation.batch_drafters:
-                by_class.setdefault(kind, []).append(place)
-            if speculation.other_drafters:
+            request = self.requests[place]
+            if request.speculation.other_drafters:
                 try:
                     self._show_alone(place)
                 except BaseException as error:  # a drafter of another package
-                    self.requests[place].fail(error)
-        for kind, of_kind in by_class.items():
-            shown = [place for place in of_kind if self.requests[place].error is None]
+                    request.fail(error)
+                    continue
+            for kind in request.speculation.batch_drafters:
+                if kind.wants_steps or request.is_finished:
+                    by_class.setdefault(kind, []).append(place)
+        for kind, shown in by_class.items():
             drafters = [self.requests[place].speculation.batch_drafters[kind][0] for place in shown]
-            if drafters:
-                kind.observe_all(drafters, self.of_batch(shown))
+            kind.observe_all(drafters, self.of_batch(shown))
 
     def of_batch(self, places: Seq[int]) -> BatchOutcome:
         """Return the outcome for some requests together."""
         about, texts, finished = [], [], []
+        requests, plans, walks, result = self.requests, self.plan.requests, self.walks, self.result
+        starts = result.starts.tolist()
         for place in places:
-            request, rows, walk = self.requests[place], self.plan.requests[place], self.walks[place]
-            start, ids = int(self.result.starts[place]), request.ids
+            request, rows, walk = requests[place], plans[place], walks[place]
+            start, ids = starts[place], request.ids
             last, emitted = start + len(rows.pending) - 1, -1
             if walk is not None:
                 last, emitted = (last + 1 + walk.nodes[-1] if walk.nodes else last), walk.tokens[-1]
             about.append((place, start, last, emitted, ids[rows.num_cached - 1] if rows.num_cached else -1))
             texts.append(ids)
             finished.append(request.is_finished)
-        result = self.result
-        about_array = np.array(about, np.int64)
-        return BatchOutcome(texts, finished, self.plan.flat, about_array, result.top_ids, result.top_logits)
+        of_requests = np.array(about, np.int64)
+        return BatchOutcome(texts, finished, self.plan.flat, of_requests, result.top_ids, result.top_logits)
 
     def _show_alone(self, place: int) -> None:
         """Show the step to drafters that draft for one request; a prefill chunk only if they want predictions."""

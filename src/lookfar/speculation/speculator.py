@@ -55,11 +55,12 @@ class Speculator:
         """Plan the next forward pass of a batch."""
         self._learn_rate()
         requests = batch.requests
-        rows = [
-            plan_pending(request, chunk, limits.fixed_rows)
-            for request, chunk in zip(requests, batch.chunks, strict=True)
-        ]
         self._step = step = self._decide(batch)
+        if step.prefills:
+            chunks = zip(requests, batch.chunks, strict=True)
+            rows = [plan_pending(request, chunk, limits.fixed_rows) for request, chunk in chunks]
+        else:
+            rows = plan_last_tokens(requests)
         if step.speculates:
             overhead = step.controller.overhead if step.controller is not None else 0.0
             step.drafts = draft_trees(requests, rows, limits, self.costs, overhead)
@@ -141,6 +142,26 @@ class Speculator:
             return
         tokens = sum(len(walk.tokens) for walk in step.walks if walk is not None)
         step.controller.learn(step.speculates, tokens, step.batch.seconds, step.batch.host_seconds)
+
+
+def plan_last_tokens(requests: Seq[SpeculatedRequest]) -> list[RequestPlan]:
+    """Plan the last tokens of requests that have nothing else to feed."""
+    last = np.array([request.ids[-1] for request in requests], dtype=np.int64)
+    plans = []
+    for i, request in enumerate(requests):
+        sampler, predict = request.sampler, int(request.speculation.wants_predictions)
+        sampled = sampler if sampler.params.random is not None else None
+        plans.append(
+            RequestPlan(
+                last[i : i + 1],
+                request.num_cached,
+                request.kv,
+                predict=predict,
+                embeds=request.embeds,
+                sampler=sampled,
+            )
+        )
+    return plans
 
 
 def plan_pending(request: SpeculatedRequest, chunk: int, last_token_alone: bool = False) -> RequestPlan:
