@@ -84,7 +84,6 @@ class BatchProposal:
     scores: Int32s = field(default_factory=lambda: NO_TOKENS)
     weights: Floats = field(default_factory=lambda: NO_FLOATS)
     owners: Int32s = field(default_factory=lambda: NO_TOKENS)  # [k] which of the drafters proposes each
-    tables: Seq[RecycleTable] = ()  # of each drafter
     runner_ups: tuple[Int32s, Floats] | None = None  # [drafters, k] tokens, -1 for none, and their logits
 
 
@@ -115,8 +114,21 @@ class Drafter(Protocol):
         """Learn from a step; `ids` already ends in the emitted tokens."""
 
 
+class DrafterBatch(ABC):
+    """The drafters of one class for several requests. It is kept as long as these requests share their steps."""
+
+    tables: Seq[RecycleTable] = ()  # of each drafter, if they have one
+
+    @abstractmethod
+    def propose(self, texts: Seq[Seq[int]], limits: Int32s) -> BatchProposal:
+        """Propose what follows each text, at most `limits` tokens deep."""
+
+    def observe(self, outcome: BatchOutcome) -> None:  # noqa: B027  not every class learns
+        """Learn from a step."""
+
+
 class BatchDrafter(ABC):
-    """A drafter whose class drafts for all requests of a step in one call, which is what batches need."""
+    """A drafter that can draft together with those of other requests, in one call: batches need that."""
 
     name: str
     wants_predictions: bool
@@ -124,18 +136,14 @@ class BatchDrafter(ABC):
 
     @classmethod
     @abstractmethod
-    def propose_all(cls, drafters: Seq[Any], texts: Seq[Seq[int]], limits: Seq[int]) -> BatchProposal:
-        """Propose what follows each text, at most `limits` tokens deep."""
-
-    @classmethod
-    @abstractmethod
-    def observe_all(cls, drafters: Seq[Any], outcome: BatchOutcome) -> None:
-        """Learn from a step."""
+    def together(cls, drafters: Seq[Any]) -> DrafterBatch:
+        """Put the drafters of several requests together."""
 
     def propose(self, ids: Seq[int], limit: int) -> Proposal:
         """Propose what follows one text."""
-        found = type(self).propose_all([self], [ids], [limit])
-        proposal = Proposal(found.drafts, found.scores, found.weights, table=found.tables[0] if found.tables else None)
+        batch = self.together([self])
+        found = batch.propose([ids], np.array([limit], np.int32))
+        proposal = Proposal(found.drafts, found.scores, found.weights, table=batch.tables[0] if batch.tables else None)
         if found.runner_ups is not None:
             (tokens,), (logits,) = found.runner_ups
             proposal.runner_ups, proposal.runner_up_logits = tokens[tokens >= 0], logits[tokens >= 0]

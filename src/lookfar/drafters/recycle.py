@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from lookfar.drafters.base import BatchDrafter, BatchOutcome, BatchProposal, DraftContext, Drafter, Outcome, Strategy
-from lookfar.retrieval.recycle_table import RecycleTable, RunnerUps
+import numpy as np
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from lookfar.core.arrays import Int32s, Ints
+from lookfar.drafters.base import (
+    BatchDrafter,
+    BatchOutcome,
+    BatchProposal,
+    DraftContext,
+    Drafter,
+    DrafterBatch,
+    Outcome,
+    Strategy,
+)
+from lookfar.retrieval.recycle_table import RecycleTable, RunnerUps, read_runner_ups
 
 
 @dataclass(frozen=True)
@@ -43,24 +52,8 @@ class RecycleDrafter(BatchDrafter):
         self.runner_ups = RunnerUps()
 
     @classmethod
-    def propose_all(cls, drafters: Seq[Self], texts: Seq[Seq[int]], limits: Seq[int]) -> BatchProposal:
-        runner_ups = RunnerUps.read_all([drafter.runner_ups for drafter in drafters])
-        return BatchProposal(tables=[drafter.table for drafter in drafters], runner_ups=runner_ups)
-
-    @classmethod
-    def observe_all(cls, drafters: Seq[Self], outcome: BatchOutcome) -> None:
-        if outcome.top_ids is None or outcome.top_logits is None:
-            return
-        by_table: dict[int, list[int]] = {}
-        for i, drafter in enumerate(drafters):
-            by_table.setdefault(id(drafter.table), []).append(i)
-        top = outcome.top_ids, outcome.top_logits
-        for members in by_table.values():
-            about = outcome.about if len(members) == len(drafters) else outcome.about[members]
-            runner_ups = [drafters[i].runner_ups for i in members]
-            drafters[members[0]].table.learn_step(
-                outcome.plan, about, (outcome.top_ids, outcome.top_logits), runner_ups
-            )
+    def together(cls, drafters: Seq[RecycleDrafter]) -> RecycleBatch:
+        return RecycleBatch(drafters)
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
         rows = outcome.predictions
@@ -69,3 +62,23 @@ class RecycleDrafter(BatchDrafter):
         self.table.learn(rows.before, rows.tokens, rows.top_ids, rows.top_logits)
         last = outcome.emitted[-1] if outcome.emitted else -1
         self.runner_ups.set(rows.top_ids[outcome.last], rows.top_logits[outcome.last], last)
+
+
+class RecycleBatch(DrafterBatch):
+    def __init__(self, drafters: Seq[RecycleDrafter]) -> None:
+        self.tables = [drafter.table for drafter in drafters]
+        self.drafters = drafters
+        self.runner_ups: Ints = np.array([drafter.runner_ups.address for drafter in drafters])
+        self.members: dict[RecycleTable, list[int]] = {}
+        for i, table in enumerate(self.tables):
+            self.members.setdefault(table, []).append(i)
+
+    def propose(self, texts: Seq[Seq[int]], limits: Int32s) -> BatchProposal:
+        return BatchProposal(runner_ups=read_runner_ups(self.runner_ups))
+
+    def observe(self, outcome: BatchOutcome) -> None:
+        if outcome.top_ids is None or outcome.top_logits is None:
+            return
+        top = outcome.top_ids, outcome.top_logits
+        for table, members in self.members.items():
+            table.learn_step(outcome.plan, outcome.about[members], top, self.runner_ups[members])

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from lookfar.core.arrays import Floats, Int32s, stack
-from lookfar.drafters.base import BatchDrafter, BatchOutcome, BatchProposal, DraftContext, Drafter, Outcome, Strategy
+from lookfar.core.arrays import Floats, Int32s
+from lookfar.drafters.base import (
+    BatchDrafter,
+    BatchOutcome,
+    BatchProposal,
+    DraftContext,
+    Drafter,
+    DrafterBatch,
+    Outcome,
+    Strategy,
+)
 from lookfar.errors import ConfigError
 from lookfar.retrieval.draft_store import DraftStore
-from lookfar.retrieval.suffix_index import MAX_MATCH, Matches, SuffixIndex
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from lookfar.retrieval.suffix_index import MAX_MATCH, FollowedTexts, Matches, SuffixIndex
 
 # Match length → match score. Long matches differ little from each other.
 SCORE_OF: Int32s = np.searchsorted(
@@ -64,16 +70,20 @@ class SuffixDrafter(BatchDrafter):
         self.text = text
 
     @classmethod
-    def propose_all(cls, drafters: Seq[Self], texts: Seq[Seq[int]], limits: Seq[int]) -> BatchProposal:
-        indexes = [drafter.text for drafter in drafters]
-        return as_proposal(SuffixIndex.follow_all(indexes, texts, wanted_by(drafters, limits)))
-
-    @classmethod
-    def observe_all(cls, drafters: Seq[Self], outcome: BatchOutcome) -> None:
-        pass  # `propose_all` indexes the texts from where it stopped
+    def together(cls, drafters: Seq[SuffixDrafter]) -> SuffixBatch:
+        return SuffixBatch(drafters)
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
-        pass
+        pass  # `propose` indexes the text from where it stopped
+
+
+class SuffixBatch(DrafterBatch):
+    def __init__(self, drafters: Seq[SuffixDrafter]) -> None:
+        self.texts = FollowedTexts([drafter.text for drafter in drafters])
+        self.wanted = wanted_by(drafters)
+
+    def propose(self, texts: Seq[Seq[int]], limits: Int32s) -> BatchProposal:
+        return as_proposal(self.texts.follow_and_find(texts, limited(self.wanted, limits)))
 
 
 class StoreDrafter(BatchDrafter):
@@ -89,45 +99,49 @@ class StoreDrafter(BatchDrafter):
         self.first = first  # the first token of the text to store; None: the text is not stored
 
     @classmethod
-    def propose_all(cls, drafters: Seq[Self], texts: Seq[Seq[int]], limits: Seq[int]) -> BatchProposal:
-        store = drafters[0].store
-        if any(drafter.store is not store for drafter in drafters):
-            return cls._propose_apart(drafters, texts, limits)
-        if not store.index.size:
-            return BatchProposal()
-        for drafter, ids in zip(drafters, texts, strict=True):
-            if drafter.text.size < len(ids):
-                drafter.text.extend(ids[drafter.text.size :])
-        addresses = np.array([drafter.text.address for drafter in drafters])
-        return as_proposal(store.find_all(addresses, wanted_by(drafters, limits)))
-
-    @classmethod
-    def _propose_apart(cls, drafters: Seq[Self], texts: Seq[Seq[int]], limits: Seq[int]) -> BatchProposal:
-        """Propose from the store of each drafter."""
-        parts = [cls.propose_all([d], [ids], [n]) for d, ids, n in zip(drafters, texts, limits, strict=True)]
-        owners = np.repeat(np.arange(len(parts)), [len(part.scores) for part in parts]).astype(np.int32)
-        scores, weights = (np.concatenate([getattr(p, name) for p in parts]) for name in ("scores", "weights"))
-        return BatchProposal(stack([part.drafts for part in parts]), scores, weights, owners)
-
-    @classmethod
-    def observe_all(cls, drafters: Seq[Self], outcome: BatchOutcome) -> None:
-        for drafter, ids, finished in zip(drafters, outcome.texts, outcome.finished, strict=True):
-            if finished:
-                drafter._remember(ids)
+    def together(cls, drafters: Seq[StoreDrafter]) -> StoreBatch:
+        return StoreBatch(drafters)
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
-        if outcome.finished:
-            self._remember(ids)
-
-    def _remember(self, ids: Seq[int]) -> None:
-        if self.first is not None:
+        if outcome.finished and self.first is not None:
             self.store.add(ids[self.first :])
 
 
-def wanted_by(drafters: Seq[SuffixDrafter | StoreDrafter], limits: Seq[int]) -> Int32s:
-    """Return the most matches of each drafter and the tokens to copy from each."""
-    wanted = [(d.settings.branches, min(n, d.settings.length)) for d, n in zip(drafters, limits, strict=True)]
-    return np.array(wanted, np.int32)
+class StoreBatch(DrafterBatch):
+    def __init__(self, drafters: Seq[StoreDrafter]) -> None:
+        self.drafters = drafters
+        self.texts = FollowedTexts([drafter.text for drafter in drafters])
+        self.wanted = wanted_by(drafters)
+        self.members: dict[DraftStore, list[int]] = {}  # by store
+        for i, drafter in enumerate(drafters):
+            self.members.setdefault(drafter.store, []).append(i)
+
+    def propose(self, texts: Seq[Seq[int]], limits: Int32s) -> BatchProposal:
+        wanted = limited(self.wanted, limits)
+        self.texts.follow(texts)
+        found = []
+        for store, members in self.members.items():
+            if store.index.size:
+                matches = store.find_all(self.texts.addresses[members], wanted[members])
+                found.append(matches._replace(queries=np.array(members, np.int32)[matches.queries]))
+        return as_proposal(Matches.together(found)) if found else BatchProposal()
+
+    def observe(self, outcome: BatchOutcome) -> None:
+        for drafter, ids, finished in zip(self.drafters, outcome.texts, outcome.finished, strict=True):
+            if finished and drafter.first is not None:
+                drafter.store.add(ids[drafter.first :])
+
+
+def wanted_by(drafters: Seq[SuffixDrafter | StoreDrafter]) -> Int32s:
+    """Return the most matches of each drafter and the tokens to copy from each, [drafters, 2]."""
+    return np.array([(drafter.settings.branches, drafter.settings.length) for drafter in drafters], np.int32)
+
+
+def limited(wanted: Int32s, limits: Int32s) -> Int32s:
+    """Return what is wanted, with no more tokens than a request may emit."""
+    wanted = wanted.copy()
+    np.minimum(wanted[:, 1], limits, out=wanted[:, 1])
+    return wanted
 
 
 def as_proposal(found: Matches) -> BatchProposal:

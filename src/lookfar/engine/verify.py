@@ -17,7 +17,7 @@ from lookfar.runners.base import StepResult
 from lookfar.sampling.sampler import check_sampled
 
 
-@dataclass
+@dataclass(slots=True)
 class Walk:
     """The accepted nodes of a request's tree, and the tokens that they emit, followed by the bonus token."""
 
@@ -63,11 +63,11 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
         found = None
         if end > start and request.error is None:
             try:
-                if (request.sampler.is_argmax or request.samples_by_row) and not request.request.criteria:
+                if request.has_rules:
+                    found = _walk_with_rules(place, request, plan.requests[place], result)
+                else:
                     found = Walk(all_nodes[start : end - 1], all_tokens[start:end])
                     _end_at_limit(request, found)
-                else:
-                    found = _walk_with_rules(place, request, plan.requests[place], result)
                 if request.samples_by_row:
                     check_sampled(np.array(found.tokens))
                     found.sampling_seconds = sampling.get(place, 0.0)
@@ -107,7 +107,7 @@ def _sample_rows(requests: Seq[RequestState], plan: StepPlan, result: StepResult
 
 def _end_at_limit(request: RequestState, found: Walk) -> None:
     """End a walk at the first stop token, or with the last token that the request may emit."""
-    tokens, stop_ids = found.tokens, request.request.stop_ids
+    tokens, stop_ids = found.tokens, request.stop_ids
     if not stop_ids.isdisjoint(tokens):
         end = next(i for i, token in enumerate(tokens) if token in stop_ids)
         del tokens[end + 1 :], found.nodes[end:]

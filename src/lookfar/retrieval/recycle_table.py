@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -50,13 +49,13 @@ class RecycleTable:
         """
         store_predictions(tuple(self.arrays), before, tokens, top_ids, top_logits)
 
-    def learn_step(self, plan: FlatPlan, about: Ints, top: tuple[Int32s, Floats], runner_ups: Seq[RunnerUps]) -> None:
+    def learn_step(self, plan: FlatPlan, about: Ints, top: tuple[Int32s, Floats], runner_ups: Ints) -> None:
         """Learn what was predicted after the rows of a step, for some of its requests.
 
-        `about` says which ones and where their rows are (`BatchOutcome`). The runner-ups of their last tokens are set.
+        `about` says which ones and where their rows are (`BatchOutcome`). `runner_ups` are the addresses of their
+        runner-ups, which are set.
         """
-        addresses = np.array([one.address for one in runner_ups])
-        learn_rows(tuple(self.arrays), tuple(plan), about, top, addresses)
+        learn_rows(tuple(self.arrays), tuple(plan), about, top, runner_ups)
 
 
 class RunnerUps:
@@ -71,12 +70,6 @@ class RunnerUps:
     def set(self, top_ids: Int32s, top_logits: Floats, emitted: int) -> None:
         """Take the most likely tokens except the one that was emitted; the first one if that is not known (-1)."""
         set_runner_ups(self.address, top_ids, top_logits, emitted)
-
-    @staticmethod
-    def read_all(several: Seq[RunnerUps]) -> tuple[Int32s, Floats]:
-        """Return the tokens and logits of several texts, [texts, k]."""
-        found: tuple[Int32s, Floats] = read_runner_ups(np.array([one.address for one in several]))
-        return found
 
 
 NO_RECYCLING = RecycleTable(0, 0)
@@ -161,6 +154,7 @@ def set_runner_ups(address, top_ids, top_logits, emitted):  # type: ignore[no-un
 
 @jit
 def read_runner_ups(addresses):  # type: ignore[no-untyped-def]
+    """Return the tokens and logits of the runner-ups of several texts, [texts, k]."""
     tokens = np.empty((len(addresses), SAMPLED_TOP_K - 1), np.int32)
     logits = np.empty(tokens.shape, np.float32)
     for i in range(len(addresses)):

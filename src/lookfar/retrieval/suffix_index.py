@@ -35,6 +35,17 @@ class Matches(NamedTuple):
     queries: Int32s  # [n] which query each belongs to
     ranks: Int32s  # [n] its place among the matches of the query
 
+    @classmethod
+    def together(cls, parts: Seq[Matches]) -> Matches:
+        """Put matches of the same depth behind each other."""
+        if len(parts) == 1:
+            return parts[0]
+        depth = max(part.continuations.shape[1] for part in parts)
+        missing = [((0, 0), (0, depth - part.continuations.shape[1])) for part in parts]
+        padded = [np.pad(p.continuations, m, constant_values=END) for p, m in zip(parts, missing, strict=True)]
+        lengths, queries, ranks = (np.concatenate(column) for column in list(zip(*parts, strict=True))[1:])
+        return cls(np.concatenate(padded), lengths, queries, ranks)
+
 
 class SuffixIndex:
     """Texts one behind the other, at most `capacity` tokens. `lengths` are the chained n, longest first."""
@@ -52,6 +63,7 @@ class SuffixIndex:
         self._tokens: Int32s = np.full(room, END, dtype=np.int32)  # the texts, `END` between them and behind the last
         self._heads: Int32s = np.full((len(self.lengths), buckets), -1, dtype=np.int32)  # the latest place of each hash
         self._links: Int32s = np.full((len(self.lengths), room), -1, dtype=np.int32)  # the previous one; -1: none
+        self.room = room
         arrays = self._tokens, self._heads, self._links
         self.state[:] = [*map(address_of, arrays), room, buckets, 0]
         add_tokens(self.address, self.lengths, tokens)
@@ -81,7 +93,7 @@ class SuffixIndex:
 
     def make_room(self, size: int) -> None:
         """Make room for so many tokens, which must be within the capacity."""
-        if size > len(self._tokens):
+        if size > self.room:
             self._allocate(min(self.capacity, 2 * size), self.text)
 
     def find(self, tail: Int32s, limit: int, depth: int) -> tuple[Int32s, Int32s]:
@@ -99,21 +111,34 @@ class SuffixIndex:
         """
         return Matches(*find_after(self.address, self.lengths, texts, wanted))
 
-    @staticmethod
-    def follow_all(indexes: Seq[SuffixIndex], texts: Seq[Seq[int]], wanted: Int32s) -> Matches:
-        """Let each index follow its text, and find how that continued where it ended as it does now.
 
-        All indexes chain the same lengths. `wanted` as for `find_all`.
+class FollowedTexts:
+    """The indexes of several texts that grow, all with the same chained lengths."""
+
+    def __init__(self, indexes: Seq[SuffixIndex]) -> None:
+        self.indexes = indexes
+        self.addresses: Ints = np.array([index.address for index in indexes])
+
+    def follow(self, texts: Seq[Seq[int]]) -> None:
+        """Append what is new in the texts."""
+        for index, ids in zip(self.indexes, texts, strict=True):
+            if index.size < len(ids):
+                index.extend(ids[index.size :])
+
+    def follow_and_find(self, texts: Seq[Seq[int]], wanted: Int32s) -> Matches:
+        """Append what is new in each text, and find how it continued where it ended as it does now.
+
+        `wanted` as for `SuffixIndex.find_all`.
         """
         new: list[int] = []
         starts = [0]
-        for index, ids in zip(indexes, texts, strict=True):
-            index.make_room(len(ids))
+        for index, ids in zip(self.indexes, texts, strict=True):
+            if len(ids) > index.room:
+                index.make_room(len(ids))
             new += ids[index.size :]
             starts.append(len(new))
-        addresses = np.array([index.address for index in indexes])
-        found = add_and_find(addresses, indexes[0].lengths, np.array(new, np.int32), np.array(starts), wanted)
-        return Matches(*found)
+        lengths = self.indexes[0].lengths
+        return Matches(*add_and_find(self.addresses, lengths, np.array(new, np.int32), np.array(starts), wanted))
 
 
 @inline_jit

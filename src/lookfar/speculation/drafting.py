@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lookfar.core.arrays import Ints
-from lookfar.core.plan import RequestPlan, RunnerLimits
+from lookfar.core.arrays import Int32s, Ints
+from lookfar.core.plan import RequestPlan
 from lookfar.core.tree import NO_TREE, DraftTrees
 from lookfar.speculation.acceptance import AcceptanceModel
 from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.interface import SpeculatedRequest, Walk
-from lookfar.speculation.proposals import Member, Proposals, propose
-from lookfar.speculation.row_budget import Budget, BudgetKind, Ranking, RowBudget, StepRows, Windows, kind_of
+from lookfar.speculation.proposals import DraftingBatch, Member, Proposals
+from lookfar.speculation.row_budget import BudgetKind, Ranking, RowBudget, StepRows, Windows, kind_of
 from lookfar.speculation.tree_builder import BuildLimits, Candidates, build_candidates
 
 RECYCLED = "recycle"  # the source of candidates that no drafter drafted
@@ -69,60 +69,74 @@ class Drafts:
     trees: DraftTrees | None = None  # of all requests, if they lie behind each other
 
 
-def draft_trees(
-    requests: Seq[SpeculatedRequest],
-    plans: Seq[RequestPlan],
-    limits: RunnerLimits,
-    costs: CostCurve | None,
-    overhead: float,
-) -> Drafts:
-    """Add draft trees and windows to the plans of a step. An error of a drafter fails its request."""
-    proposals = propose(requests, plans)
-    drafts = Drafts([])
-    if not proposals.members:
+@dataclass
+class SourceGroup:
+    """Members with one table and one acceptance model, which share a build."""
+
+    chosen: list[int]  # indexes of members
+    members: list[Member]
+    max_rows: Int32s  # [members]
+
+
+@dataclass
+class BudgetGroup:
+    """Members with budgets of one kind, which compete for rows."""
+
+    budget: RowBudget
+    members: list[Member]
+    sources: list[SourceGroup]
+
+
+class Drafting(DraftingBatch):
+    """Drafts for the requests of a step; kept while they stay the same."""
+
+    def __init__(self, requests: Seq[SpeculatedRequest], places: Seq[int]) -> None:
+        super().__init__(requests, places)
+        self._budgets = self._group()
+
+    def _group(self) -> list[BudgetGroup]:
+        """Sort members by the kind of their budget, and by table and acceptance model."""
+        budgets = [request.speculation.budget for request in self.requests]
+        max_rows = [request.speculation.max_rows for request in self.requests]
+        by_kind: dict[BudgetKind, dict[tuple[int, int], list[int]]] = {}
+        for i, member in enumerate(self.members):
+            groups = by_kind.setdefault(kind_of(budgets[member.place]), {})
+            groups.setdefault((id(member.table), id(member.acceptance)), []).append(i)
+        found = []
+        for kind in sorted(by_kind, key=KINDS.index):
+            sources = []
+            for chosen in by_kind[kind].values():
+                members = [self.members[i] for i in chosen]
+                most = np.array([max_rows[member.place] for member in members], np.int32)
+                sources.append(SourceGroup(chosen, members, most))
+            everyone = [member for group in sources for member in group.members]
+            budget = RowBudget.of(kind, [member.place for member in everyone], budgets, max_rows)
+            found.append(BudgetGroup(budget, everyone, sources))
+        return found
+
+    def draft(self, limits: Int32s, step: StepRows, costs: CostCurve | None, overhead: float) -> Drafts:
+        """Add draft trees and windows to the plans of a step, the trees at most `limits` deep for each member."""
+        proposals = self.propose(limits)
+        if self.alone:
+            self._budgets = self._group()  # their tables may change
+        drafts = Drafts([])
+        for group in self._budgets:
+            if drafts.groups:
+                step.count_rows()
+            drafted = [build_group(proposals, sources, group.budget, step) for sources in group.sources]
+            counts = choose_rows(drafted, group.members, group.budget, step, (costs, overhead))
+            trees = set_trees(drafted, counts, step.plans)
+            drafts.trees = trees if not drafts.groups else None
+            drafts.groups += drafted
         return drafts
-    step = StepRows(plans, limits)
-    budgets = [request.speculation.budget for request in requests]
-    max_rows = [request.speculation.max_rows for request in requests]
-    for kind, chosen in by_kind(proposals.members, budgets):
-        if drafts.groups:
-            step.count_rows()
-        members = [proposals.members[i] for i in chosen]
-        budget = RowBudget.of(kind, [member.place for member in members], budgets, max_rows)
-        drafted = build_groups(proposals, chosen, budget, step)
-        counts = choose_rows(drafted, members, budget, step, (costs, overhead))
-        trees = set_trees(drafted, counts, plans)
-        drafts.trees = trees if not drafts.groups else None
-        drafts.groups += drafted
-    return drafts
 
 
-def by_kind(members: Seq[Member], budgets: Seq[Budget]) -> list[tuple[BudgetKind, list[int]]]:
-    """Sort members by the kind of their budget."""
-    chosen: dict[BudgetKind, list[int]] = {}
-    for i, member in enumerate(members):
-        chosen.setdefault(kind_of(budgets[member.place]), []).append(i)
-    return sorted(chosen.items(), key=lambda item: KINDS.index(item[0]))
-
-
-def build_groups(proposals: Proposals, chosen: Seq[int], budget: RowBudget, step: StepRows) -> list[DraftedGroup]:
-    """Build the candidates of members with one kind of budget."""
-    by_source: dict[tuple[int, int], list[int]] = {}
-    for i in chosen:
-        member = proposals.members[i]
-        by_source.setdefault((id(member.table), id(member.acceptance)), []).append(i)
-    groups = []
-    for group in by_source.values():
-        members = [proposals.members[i] for i in group]
-        limits = BuildLimits(
-            budget.max_nodes(step),
-            np.array([budget.max_rows[member.place] for member in members], np.int32),
-            budget.min_score,
-            members[0].request.speculation.state.sources.vocab_size,
-        )
-        inputs = proposals.of(group, step.limits.depth)
-        groups.append(DraftedGroup(members, build_candidates(inputs, limits), inputs.acceptance))
-    return groups
+def build_group(proposals: Proposals, group: SourceGroup, budget: RowBudget, step: StepRows) -> DraftedGroup:
+    """Build the candidates of members that share a build."""
+    vocab_size = group.members[0].request.speculation.state.sources.vocab_size
+    limits = BuildLimits(budget.max_nodes(step), group.max_rows, budget.min_score, vocab_size)
+    inputs = proposals.of(group.chosen, step.limits.depth)
+    return DraftedGroup(group.members, build_candidates(inputs, limits), inputs.acceptance)
 
 
 def set_trees(groups: Seq[DraftedGroup], counts: Seq[int], plans: Seq[RequestPlan]) -> DraftTrees | None:

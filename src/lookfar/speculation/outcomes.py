@@ -61,7 +61,7 @@ class StepOutcomes:
                     by_class.setdefault(kind, []).append(place)
         for kind, shown in by_class.items():
             drafters = [self.requests[place].speculation.batch_drafters[kind][0] for place in shown]
-            kind.observe_all(drafters, self.of_batch(shown))
+            kind.together(drafters).observe(self.of_batch(shown))
 
     def of_batch(self, places: Seq[int]) -> BatchOutcome:
         """Return the outcome for some requests together."""

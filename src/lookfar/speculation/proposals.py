@@ -1,6 +1,6 @@
 """Proposals of all drafters → the arrays that trees are built from.
 
-Drafters that can draft for a whole batch are asked once for all requests of a step, others one at a time.
+Drafters that can draft together are asked once for all requests of a step, others one at a time.
 """
 
 from __future__ import annotations
@@ -12,27 +12,33 @@ from functools import lru_cache
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s, stack
-from lookfar.core.plan import NO_WINDOW, RequestPlan, WindowRows
-from lookfar.drafters.base import BatchDrafter, Proposal
+from lookfar.core.plan import NO_WINDOW, WindowRows
+from lookfar.drafters.base import BatchDrafter, DrafterBatch, Proposal
 from lookfar.errors import RequestError
 from lookfar.retrieval.recycle_table import NO_RECYCLING, SAMPLED_TOP_K, RecycleTable
 from lookfar.speculation.acceptance import AcceptanceModel
 from lookfar.speculation.interface import SpeculatedRequest
-from lookfar.speculation.tree_builder import BuildInputs, DraftArrays, NoiseArrays, RootArrays
+from lookfar.speculation.tree_builder import (
+    BEFORE,
+    LAST,
+    MAX_DEPTH,
+    PLACE,
+    BuildInputs,
+    DraftArrays,
+    NoiseArrays,
+    RootArrays,
+)
 
 NO_INTS: Int32s = np.zeros(0, np.int32)
 NO_DRAFTS = DraftArrays(np.zeros((0, 0), np.int32), NO_INTS, np.zeros(0, np.float32), NO_INTS, NO_INTS)
 
-NO_RUNNER_UPS = np.zeros((0, SAMPLED_TOP_K - 1), np.int32), np.zeros((0, SAMPLED_TOP_K - 1), np.float32)
-
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A request that drafts in this step."""
+    """A request that drafts, with what its drafters of the last step proposed beside drafts."""
 
     place: int  # in the batch
     request: SpeculatedRequest
-    limit: int  # the deepest draft that could be accepted
     table: RecycleTable = NO_RECYCLING
     windows: list[WindowRows] = field(default_factory=list)  # one for each drafter, if there are any
 
@@ -44,72 +50,122 @@ class Member:
         return speculation.state.acceptance(speculation.source_names, self.table is not NO_RECYCLING, samples)
 
 
-@dataclass(slots=True, eq=False)
+class DraftingBatch:
+    """The requests that draft in a step, with their drafters put together; kept while the requests stay the same."""
+
+    def __init__(self, requests: Seq[SpeculatedRequest], places: Seq[int]) -> None:
+        self.requests, self.places = list(requests), list(places)
+        self.members = [Member(place, requests[place]) for place in places]
+        self.texts = [member.request.ids for member in self.members]
+        self.alone = [i for i, member in enumerate(self.members) if member.request.speculation.other_drafters]
+        self._together: list[tuple[DrafterBatch, list[int], Int32s]] = []  # with their members and sources
+        by_class: dict[type[BatchDrafter], list[int]] = {}
+        for i, member in enumerate(self.members):
+            for kind in member.request.speculation.batch_drafters:
+                by_class.setdefault(kind, []).append(i)
+        for kind, chosen in by_class.items():
+            found = [self.members[i].request.speculation.batch_drafters[kind] for i in chosen]
+            batch = kind.together([drafter for drafter, _ in found])
+            for i, table in zip(chosen, batch.tables, strict=False):
+                self.members[i].table = table
+            self._together.append((batch, chosen, np.array([source for _, source in found], np.int32)))
+
+    def is_of(self, requests: Seq[SpeculatedRequest], places: Seq[int]) -> bool:
+        """Whether it can be used for a step."""
+        return self.places == places and self.requests == requests
+
+    def propose(self, limits: Int32s) -> Proposals:
+        """Ask all drafters for drafts of at most so many tokens. An error of a drafter fails its request."""
+        found = Proposals(self.members, limits)
+        for batch, chosen, sources in self._together:
+            everyone = len(chosen) == len(self.members)
+            texts = self.texts if everyone else [self.texts[i] for i in chosen]
+            proposed = batch.propose(texts, limits if everyone else limits[chosen])
+            if proposed.runner_ups is not None:
+                found.set_runner_ups(chosen, *proposed.runner_ups)
+            if len(proposed.drafts):
+                owners = proposed.owners if everyone else np.array(chosen, np.int32)[proposed.owners]
+                own = proposed.drafts, proposed.scores, proposed.weights, sources[proposed.owners], owners
+                found.parts.append(DraftArrays(*own))
+        for i in self.alone:
+            try:
+                for source, proposal in _propose_alone(self.members[i], int(limits[i])):
+                    found.add(i, source, proposal)
+            except BaseException as error:  # a drafter of another package
+                self.members[i].request.fail(error)
+        return found
+
+
 class Proposals:
     """What the drafters of all requests of a step propose. Drafts and runner-ups belong to members by their index."""
 
-    members: list[Member]
-    drafts: DraftArrays
-    runner_ups: Int32s  # [members, k] -1 for none
-    runner_up_logits: Floats
+    def __init__(self, members: list[Member], limits: Int32s) -> None:
+        self.members = members
+        self.limits = limits
+        self.parts: list[DraftArrays] = []
+        self.runner_ups: tuple[Int32s, Floats] | None = None  # [members, k]
+
+    def add(self, member: int, source: int, proposal: Proposal) -> None:
+        """Add the proposal of one drafter."""
+        if len(proposal.runner_ups):
+            (tokens,), (logits,) = no_runner_ups(1)
+            count = min(len(proposal.runner_ups), len(tokens))
+            tokens[:count], logits[:count] = proposal.runner_ups[:count], proposal.runner_up_logits[:count]
+            self.set_runner_ups([member], tokens, logits)
+        if count := len(proposal.drafts):
+            own, of_member = np.full(count, source, np.int32), np.full(count, member, np.int32)
+            self.parts.append(DraftArrays(proposal.drafts, proposal.scores, proposal.weights, own, of_member))
+
+    def set_runner_ups(self, members: Seq[int], tokens: Int32s, logits: Floats) -> None:
+        """Set the alternatives to the last tokens of some members."""
+        if len(members) == len(self.members) > 1 or (self.runner_ups is None and len(self.members) == 1):
+            self.runner_ups = tokens.reshape(len(members), -1), logits.reshape(len(members), -1)
+            return
+        if self.runner_ups is None:
+            self.runner_ups = no_runner_ups(len(self.members))
+        self.runner_ups[0][members], self.runner_ups[1][members] = tokens, logits
+
+    def drafts(self) -> DraftArrays:
+        """Return the drafts of all members."""
+        if len(self.parts) < 2:
+            return self.parts[0] if self.parts else NO_DRAFTS
+        tokens, *others = zip(*self.parts, strict=True)
+        return DraftArrays(stack(tokens), *map(np.concatenate, others))
 
     def of(self, chosen: Seq[int], max_depth: int | None) -> BuildInputs:
         """Return the arrays for some of the members, which share a table and an acceptance model."""
-        members, drafts = self.members, self.drafts
-        runner_ups, runner_up_logits = self.runner_ups, self.runner_up_logits
+        members, drafts, limits = self.members, self.drafts(), self.limits
+        runner_ups, logits = self.runner_ups or no_runner_ups(len(members))
         if len(chosen) < len(members):
             new_place = np.full(len(members), -1, np.int32)
             new_place[chosen] = np.arange(len(chosen))
             kept = np.flatnonzero(new_place[drafts.owners] >= 0)
             drafts = drafts.select(kept)._replace(owners=new_place[drafts.owners[kept]])
-            runner_ups, runner_up_logits = runner_ups[chosen], runner_up_logits[chosen]
+            runner_ups, logits, limits = runner_ups[chosen], logits[chosen], limits[chosen]
             members = [members[i] for i in chosen]
-        about = []
-        for member in members:
-            ids, deepest = member.request.ids, member.limit
-            before = ids[-2] if len(ids) > 1 else -1
-            about.append((before, ids[-1], min(deepest, max_depth or deepest), member.place))
-        roots = RootArrays(np.array(about, dtype=np.int32), runner_ups, runner_up_logits)
+        texts = [member.request.ids for member in members]
+        about: Int32s = np.empty((len(members), 4), np.int32)
+        about[:, BEFORE] = [ids[-2] if len(ids) > 1 else -1 for ids in texts]
+        about[:, LAST] = [ids[-1] for ids in texts]
+        about[:, MAX_DEPTH] = limits if max_depth is None else np.minimum(limits, max_depth)
+        about[:, PLACE] = [member.place for member in members]
         noise = known_noise([member.request for member in members])
+        roots = RootArrays(about, runner_ups, logits)
         return BuildInputs(drafts, roots, noise, members[0].table, members[0].acceptance)
 
 
-def propose(requests: Seq[SpeculatedRequest], plans: Seq[RequestPlan]) -> Proposals:
-    """Ask the drafters of all requests that can draft in this step. An error of a drafter fails its request."""
-    members: list[Member] = []
-    alone = []
-    for place, (request, rows) in enumerate(zip(requests, plans, strict=True)):
-        # The bonus token is always emitted, so a deeper draft could never be accepted.
-        limit = request.remaining - 1
-        if limit < 1 or not rows.complete or not request.speculation.drafters:
-            continue
-        member = Member(place, request, limit)
-        if request.speculation.other_drafters:
-            try:
-                found = _propose_alone(member)
-            except BaseException as error:  # a drafter of another package
-                request.fail(error)
-                continue
-            alone.append((len(members), found))
-        members.append(member)
-    collected = Collector(members)
-    by_class: dict[type[BatchDrafter], list[int]] = {}
-    for i, member in enumerate(members):
-        for kind in member.request.speculation.batch_drafters:
-            by_class.setdefault(kind, []).append(i)
-    for kind, chosen in by_class.items():
-        collected.ask(kind, chosen)
-    for i, proposals in alone:
-        for source, proposal in proposals:
-            collected.add(i, source, proposal)
-    return collected.proposals()
+def no_runner_ups(members: int) -> tuple[Int32s, Floats]:
+    """Return arrays for members without runner-ups."""
+    shape = members, SAMPLED_TOP_K - 1
+    return np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
 
 
-def _propose_alone(member: Member) -> list[tuple[int, Proposal]]:
+def _propose_alone(member: Member, limit: int) -> list[tuple[int, Proposal]]:
     """Ask the drafters of a request that draft for one request at a time; returns sources and proposals."""
     speculation, found = member.request.speculation, []
+    member.windows = []
     for index, drafter, source in speculation.other_drafters:
-        proposal = drafter.propose(member.request.ids, member.limit)
+        proposal = drafter.propose(member.request.ids, limit)
         if len(proposal.drafts):
             _check(drafter.name, proposal)
         if proposal.table is not None:
@@ -131,65 +187,6 @@ def _check(name: str, proposal: Proposal) -> None:
             f"The drafter {name} proposed arrays of the wrong kind: drafts [k, depth] and scores [k] are int32, "
             "weights [k] are float32; Proposal.of makes them from lists."
         )
-
-
-class Collector:
-    """Puts the proposals of drafters together."""
-
-    def __init__(self, members: list[Member]) -> None:
-        self.members = members
-        self.parts: list[DraftArrays] = []
-        self.runner_ups: Int32s | None = None
-        self.runner_up_logits: Floats | None = None
-
-    def ask(self, kind: type[BatchDrafter], chosen: list[int]) -> None:
-        """Ask the drafters of one class, those of the chosen members."""
-        members = [self.members[i] for i in chosen] if len(chosen) < len(self.members) else self.members
-        drafters, sources = zip(*(member.request.speculation.batch_drafters[kind] for member in members), strict=True)
-        texts, limits = [member.request.ids for member in members], [member.limit for member in members]
-        found = kind.propose_all(drafters, texts, limits)
-        for member, table in zip(members, found.tables, strict=False):
-            member.table = table
-        if found.runner_ups is not None:
-            self._set_runner_ups(chosen, *found.runner_ups)
-        if len(found.drafts):
-            of_member = np.array(sources, np.int32)
-            owners = found.owners if len(chosen) == len(self.members) else np.array(chosen, np.int32)[found.owners]
-            part = DraftArrays(found.drafts, found.scores, found.weights, of_member[found.owners], owners)
-            self.parts.append(part)
-
-    def add(self, member: int, source: int, proposal: Proposal) -> None:
-        """Add the proposal of one drafter."""
-        if len(proposal.runner_ups):
-            count = min(len(proposal.runner_ups), SAMPLED_TOP_K - 1)
-            tokens, logits = np.full((1, SAMPLED_TOP_K - 1), -1, np.int32), np.zeros((1, SAMPLED_TOP_K - 1), np.float32)
-            tokens[0, :count], logits[0, :count] = proposal.runner_ups[:count], proposal.runner_up_logits[:count]
-            self._set_runner_ups([member], tokens, logits)
-        if count := len(proposal.drafts):
-            own, of_member = np.full(count, source, np.int32), np.full(count, member, np.int32)
-            self.parts.append(DraftArrays(proposal.drafts, proposal.scores, proposal.weights, own, of_member))
-
-    def _set_runner_ups(self, members: Seq[int], tokens: Int32s, logits: Floats) -> None:
-        if len(members) == len(self.members):
-            self.runner_ups, self.runner_up_logits = tokens, logits
-            return
-        if self.runner_ups is None or self.runner_up_logits is None:
-            shape = len(self.members), SAMPLED_TOP_K - 1
-            self.runner_ups, self.runner_up_logits = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
-        self.runner_ups[members], self.runner_up_logits[members] = tokens, logits
-
-    def proposals(self) -> Proposals:
-        if self.runner_ups is None or self.runner_up_logits is None:
-            self._set_runner_ups([], *NO_RUNNER_UPS)
-        drafts = NO_DRAFTS
-        if len(self.parts) == 1:
-            drafts = self.parts[0]
-        elif self.parts:
-            tokens, *others = zip(*self.parts, strict=True)
-            drafts = DraftArrays(stack(tokens), *map(np.concatenate, others))
-        assert self.runner_ups is not None
-        assert self.runner_up_logits is not None
-        return Proposals(self.members, drafts, self.runner_ups, self.runner_up_logits)
 
 
 _unknown_noise = lru_cache(maxsize=64)(NoiseArrays.unknown)  # never written to

@@ -12,9 +12,10 @@ from lookfar.retrieval.recycle_table import SAMPLED_TOP_K, TOP_K
 from lookfar.speculation.controller import SpeculationController
 from lookfar.speculation.cost_curve import CostCurve, size_class
 from lookfar.speculation.cost_file import Experience, KnownCosts
-from lookfar.speculation.drafting import Drafts, draft_trees
+from lookfar.speculation.drafting import Drafting, Drafts
 from lookfar.speculation.interface import Batch, SpeculatedRequest, Walk
 from lookfar.speculation.outcomes import StepChoices, StepOutcomes, window_gain
+from lookfar.speculation.row_budget import StepRows
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Speculator:
         self._remembered: Mapping[int, Experience] = {}  # of earlier processes
         self._step: StepRecord | None = None  # the one that was planned last
         self._unlearned: list[StepRecord] = []
+        self._drafting: Drafting | None = None  # of the last step that speculated
 
     def use_costs(self, known: KnownCosts) -> None:
         """Use what is known of this model on this machine."""
@@ -63,12 +65,28 @@ class Speculator:
             rows = plan_last_tokens(requests)
         if step.speculates:
             overhead = step.controller.overhead if step.controller is not None else 0.0
-            step.drafts = draft_trees(requests, rows, limits, self.costs, overhead)
+            step.drafts = self._draft(requests, StepRows(rows, limits), overhead)
         wanted = (step.speculates or step.prefills) and any(r.speculation.wants_predictions for r in requests)
         sampled = any(request.sampler.random is not None for request in requests)
         top_k = (SAMPLED_TOP_K if sampled else TOP_K) if wanted else 0
         step.plan = StepPlan(rows, top_k, trees=step.drafts.trees if step.drafts is not None else None)
         return step.plan
+
+    def _draft(self, requests: Seq[SpeculatedRequest], step: StepRows, overhead: float) -> Drafts | None:
+        """Draft for the requests of a step that can."""
+        # The bonus token is always emitted, so a deeper draft could never be accepted.
+        depths = [request.remaining - 1 for request in requests]
+        places = [
+            place
+            for place, (request, rows) in enumerate(zip(requests, step.plans, strict=True))
+            if rows.complete and depths[place] > 0 and request.speculation.drafters
+        ]
+        if not places:
+            return None
+        if self._drafting is None or not self._drafting.is_of(requests, places):
+            self._drafting = Drafting(requests, places)
+        limits = np.array([depths[place] for place in places], np.int32)
+        return self._drafting.draft(limits, step, self.costs, overhead)
 
     def _decide(self, batch: Batch) -> StepRecord:
         """Decide whether a step speculates. The controller is asked where all budgets are automatic."""
