@@ -15,10 +15,9 @@ from lookfar.core.arrays import Int32s, Ints
 from lookfar.core.plan import RequestPlan
 from lookfar.core.tree import NO_TREE, DraftTrees
 from lookfar.speculation.acceptance import AcceptanceModel
-from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.interface import SpeculatedRequest, Walk
 from lookfar.speculation.proposals import DraftingBatch, Member, Proposals
-from lookfar.speculation.row_budget import BudgetKind, Ranking, RowBudget, StepRows, Windows, kind_of
+from lookfar.speculation.row_budget import BudgetKind, Prices, Ranking, RowBudget, StepRows, Windows, kind_of
 from lookfar.speculation.tree_builder import BuildLimits, Candidates, build_candidates
 
 RECYCLED = "recycle"  # the source of candidates that no drafter drafted
@@ -114,7 +113,7 @@ class Drafting(DraftingBatch):
             found.append(BudgetGroup(budget, everyone, sources))
         return found
 
-    def draft(self, limits: Int32s, step: StepRows, costs: CostCurve | None, overhead: float) -> Drafts:
+    def draft(self, limits: Int32s, step: StepRows, prices: Prices) -> Drafts:
         """Add draft trees and windows to the plans of a step, the trees at most `limits` deep for each member."""
         proposals = self.propose(limits)
         if self.alone:
@@ -123,18 +122,21 @@ class Drafting(DraftingBatch):
         for group in self._budgets:
             if drafts.groups:
                 step.count_rows()
-            drafted = [build_group(proposals, sources, group.budget, step) for sources in group.sources]
-            counts = choose_rows(drafted, group.members, group.budget, step, (costs, overhead))
+            drafted = [build_group(proposals, sources, (group.budget, prices), step) for sources in group.sources]
+            counts = choose_rows(drafted, group.members, group.budget, step, prices)
             trees = set_trees(drafted, counts, step.plans)
             drafts.trees = trees if not drafts.groups else None
             drafts.groups += drafted
         return drafts
 
 
-def build_group(proposals: Proposals, group: SourceGroup, budget: RowBudget, step: StepRows) -> DraftedGroup:
+def build_group(
+    proposals: Proposals, group: SourceGroup, rows: tuple[RowBudget, Prices], step: StepRows
+) -> DraftedGroup:
     """Build the candidates of members that share a build."""
+    budget, prices = rows
     vocab_size = group.members[0].request.speculation.state.sources.vocab_size
-    limits = BuildLimits(budget.max_nodes(step), group.max_rows, budget.min_score, vocab_size)
+    limits = BuildLimits(budget.max_nodes(step), group.max_rows, budget.min_score(step, prices), vocab_size)
     inputs = proposals.of(group.chosen, step.limits.depth)
     return DraftedGroup(group.members, build_candidates(inputs, limits), inputs.acceptance)
 
@@ -154,7 +156,7 @@ def choose_rows(
     members: Seq[Member],
     budget: RowBudget,
     step: StepRows,
-    prices: tuple[CostCurve | None, float],
+    prices: Prices,
 ) -> list[int]:
     """Choose the best candidates of all groups within the budget, and feed windows if they pay.
 
@@ -168,7 +170,7 @@ def choose_rows(
             [tuple(member.windows) for member in members],
             [member.request.speculation.state.window_value for member in members],
         )
-    count, with_windows = budget.choose(ranking, windows, step, *prices)
+    count, with_windows = budget.choose(ranking, windows, step, prices)
     if with_windows:
         for member in members:
             step.plans[member.place].windows = tuple(member.windows)

@@ -13,9 +13,10 @@ from lookfar.speculation.controller import SpeculationController
 from lookfar.speculation.cost_curve import CostCurve, size_class
 from lookfar.speculation.cost_file import Experience, KnownCosts
 from lookfar.speculation.drafting import Drafting, Drafts
+from lookfar.speculation.host_cost import NO_HOST_COST, HostCost
 from lookfar.speculation.interface import Batch, SpeculatedRequest, Walk
 from lookfar.speculation.outcomes import StepChoices, StepOutcomes, window_gain
-from lookfar.speculation.row_budget import StepRows
+from lookfar.speculation.row_budget import Prices, StepRows
 
 
 @dataclass
@@ -50,7 +51,10 @@ class Speculator:
     @property
     def experience(self) -> dict[int, Experience]:
         """What was learned about speculation with some number of requests, now and earlier."""
-        now = {size: Experience(one.speculating, one.overhead) for size, one in self.controllers.items()}
+        now = {
+            size: Experience(one.speculating, one.host.fixed, one.host.per_row)
+            for size, one in self.controllers.items()
+        }
         return {**self._remembered, **now}
 
     def plan(self, batch: Batch, limits: RunnerLimits) -> StepPlan:
@@ -64,15 +68,15 @@ class Speculator:
         else:
             rows = plan_last_tokens(requests)
         if step.speculates:
-            overhead = step.controller.overhead if step.controller is not None else 0.0
-            step.drafts = self._draft(requests, StepRows(rows, limits), overhead)
+            host = step.controller.host if step.controller is not None else NO_HOST_COST
+            step.drafts = self._draft(requests, StepRows(rows, limits), host)
         wanted = (step.speculates or step.prefills) and any(r.speculation.wants_predictions for r in requests)
         sampled = any(request.sampler.random is not None for request in requests)
         top_k = (SAMPLED_TOP_K if sampled else TOP_K) if wanted else 0
         step.plan = StepPlan(rows, top_k, trees=step.drafts.trees if step.drafts is not None else None)
         return step.plan
 
-    def _draft(self, requests: Seq[SpeculatedRequest], step: StepRows, overhead: float) -> Drafts | None:
+    def _draft(self, requests: Seq[SpeculatedRequest], step: StepRows, host: HostCost) -> Drafts | None:
         """Draft for the requests of a step that can."""
         # The bonus token is always emitted, so a deeper draft could never be accepted.
         depths = [request.remaining - 1 for request in requests]
@@ -86,7 +90,7 @@ class Speculator:
         if self._drafting is None or not self._drafting.is_of(requests, places):
             self._drafting = Drafting(requests, places)
         limits = np.array([depths[place] for place in places], np.int32)
-        return self._drafting.draft(limits, step, self.costs, overhead)
+        return self._drafting.draft(limits, step, Prices(self.costs, host))
 
     def _decide(self, batch: Batch) -> StepRecord:
         """Decide whether a step speculates. The controller is asked where all budgets are automatic."""
@@ -99,6 +103,7 @@ class Speculator:
             self.controllers[size] = SpeculationController(size, self._remembered.get(size))
         controller = self.controllers[size]
         if prefills:
+            controller.restart()
             return StepRecord(batch, controller.speculating, prefills, controller)
         base_rate = len(requests) / self.costs.seconds_for(len(requests), size)
         return StepRecord(batch, controller.decide(base_rate), prefills, controller)
@@ -159,7 +164,9 @@ class Speculator:
         if step is None or step.controller is None or step.prefills or step.result is None or not step.result.is_warm:
             return
         tokens = sum(len(walk.tokens) for walk in step.walks if walk is not None)
-        step.controller.learn(step.speculates, tokens, step.batch.seconds, step.batch.host_seconds)
+        step.controller.learn(step.speculates, tokens, step.batch.seconds)
+        if step.speculates and step.plan is not None:
+            step.controller.host.learn(sum(step.plan.lengths), step.batch.host_seconds)
 
 
 def plan_last_tokens(requests: Seq[SpeculatedRequest]) -> list[RequestPlan]:

@@ -44,6 +44,7 @@ from lookfar.speculation.evidence import (
 OWNER, PARENT, TOKEN, DEPTH, TOP_SOURCE, NUM_SOURCES, FIRST, COUNT, LOW, HIGH = range(10)
 COLUMNS = 10
 BEFORE, LAST, MAX_DEPTH, PLACE = range(4)  # columns about a root
+SAFE_SHARE = 0.2  # of the least acceptance probability: a prediction that had so little before is no candidate
 
 
 class DraftArrays(NamedTuple):
@@ -183,7 +184,7 @@ def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
             taken[owner] += 1
         if nodes[node, DEPTH] >= roots.about[nodes[node, OWNER], MAX_DEPTH]:
             continue
-        count = expand(work, node, used, (drafts, roots, noise, table), weights, limits.vocab_size)
+        count = expand(work, node, used, (drafts, roots, noise, table), weights, limits)
         for child in range(used, used + count):
             if scores[child] >= limits.min_score:
                 heap_size = push(heap, heap_size, scores, child)
@@ -229,9 +230,10 @@ def sort_by_owner(work, owners, batch):  # type: ignore[no-untyped-def]
 
 
 @inline_jit
-def expand(work, node, used, sources, weights, vocab_size):  # type: ignore[no-untyped-def]
+def expand(work, node, used, sources, weights, limits):  # type: ignore[no-untyped-def]
     """Add the children of a node as nodes `used …`, with their scores; returns their number."""
     drafts, roots, noise, table = sources
+    vocab_size, min_share = limits.vocab_size, np.float32(limits.min_score * SAFE_SHARE) / work.scores[node]
     nodes, scores, children = work.nodes, work.scores, work.children
     child_table, log_odds = children.child_table, children.log_odds
     b, parent, last, depth = nodes[node, OWNER], nodes[node, PARENT], nodes[node, TOKEN], nodes[node, DEPTH]
@@ -244,10 +246,10 @@ def expand(work, node, used, sources, weights, vocab_size):  # type: ignore[no-u
     pair = find_pair(table.pair_keys, before, last)
     if pair >= 0 and table.pair_ids[pair, 0] >= 0:
         row = table.pair_ids[pair], table.pair_logits[pair]
-        count, best_of_pair = read_table(row, children, count, OF_PAIR, sampling, vocab_size)
+        count, best_of_pair = read_table(row, children, count, OF_PAIR, sampling, (min_share, vocab_size))
     if last < len(table.token_ids) and table.token_ids[last, 0] >= 0:
         row = table.token_ids[last], table.token_logits[last]
-        count, best_of_token = read_table(row, children, count, OF_TOKEN, sampling, vocab_size)
+        count, best_of_token = read_table(row, children, count, OF_TOKEN, sampling, (min_share, vocab_size))
     if parent < 0:
         row = roots.runner_ups[b], roots.runner_up_logits[b]
         count = read_runner_ups(row, child_table, count, sampling, vocab_size)
