@@ -15,7 +15,7 @@ from lookfar.drafters.base import DraftContext, Outcome, Predictions
 from lookfar.drafters.draft_model import DraftModel, ModelDrafter, bind_draft_model
 from lookfar.drafters.prompt_lookup import PromptLookup, PromptLookupDrafter
 from lookfar.drafters.recycle import Recycle
-from lookfar.drafters.suffix import Suffix
+from lookfar.drafters.suffix import Suffix, SuffixDrafter
 from lookfar.drafters.trie import Trie, TrieDrafter
 from lookfar.errors import ConfigError
 from lookfar.retrieval.draft_store import DraftStore
@@ -38,19 +38,18 @@ def kept(drafts: np.ndarray) -> list[list[int]]:
 
 
 def test_suffix_proposes_the_longest_and_the_latest_first() -> None:
-    own, stored = Suffix(branches=3, length=2).create(context([1]))
+    (own,) = Suffix(branches=3, length=2).create(context([1]))
     ids = [1, 2, 3, 20, 21, 9, 2, 3, 22, 23, 9, 3, 24, 25, 1, 2, 3]
     proposal = own.propose(ids, limit=10)
     assert kept(proposal.drafts) == [[20, 21], [22, 23], [24, 25]]
     assert (np.diff(proposal.scores) <= 0).all()
     assert proposal.scores[0] > proposal.scores[1] > proposal.scores[2]
     assert kept(own.propose(ids, limit=1).drafts) == [[20], [22], [24]]
-    assert not len(stored.propose(ids, limit=10).drafts)
 
 
 def test_suffix_knows_the_beginning_of_a_prompt_that_is_longer_than_the_answer() -> None:
     prompt = list(range(10, 90))
-    own, _ = Suffix(length=3).create(context(prompt, new=8))
+    (own,) = Suffix(length=3).create(context(prompt, new=8))
     assert not len(own.propose(prompt, limit=9).drafts)
     assert kept(own.propose([*prompt, 10, 11], limit=9).drafts) == [[12, 13, 14]]
 
@@ -58,13 +57,30 @@ def test_suffix_knows_the_beginning_of_a_prompt_that_is_longer_than_the_answer()
 def test_an_answer_joins_the_store_when_it_is_finished() -> None:
     sources = DraftSources(100)
     prompt = list(range(10, 20))
-    _, stored = Suffix().create(context(prompt, sources))
+    (stored,) = Suffix().create(context(prompt, sources))
     stored.observe([*prompt, 1, 2], outcome([1, 2]))
     assert sources.store.tokens == 0
     stored.observe([*prompt, 1, 2, 3], outcome([3], finished=True))
-    _, later = Suffix().create(context(prompt, sources))
-    assert kept(later.propose(prompt, limit=5).drafts)[0] == [1, 2, 3]
-    _, secret = Suffix().create(context([30, 31], sources, remember=False))
+    (later,) = Suffix().create(context(prompt, sources))
+    assert kept(later.propose(prompt, limit=5).drafts) == [[1, 2, 3]]
+
+
+def test_each_draws_from_its_own_store_and_text() -> None:
+    """Requests of several draft states may share a step."""
+    states = [DraftSources(100), DraftSources(100)]
+    states[0].store.learn([[1, 2, 3, 40, 41]])
+    states[1].store.learn([[1, 2, 3, 50]])
+    texts = [[1, 2, 3], [7, 2, 3], [2, 3, 60, 2, 3]]
+    drafters = [Suffix(length=4).create(context(ids, s))[0] for ids, s in zip(texts, [*states, states[0]], strict=True)]
+    found = SuffixDrafter.together(drafters).propose(texts, np.array([9, 9, 1], np.int32))
+    drafts = zip(found.owners.tolist(), found.sources.tolist(), kept(found.drafts), strict=True)
+    assert sorted(drafts) == [(0, 1, [40, 41]), (1, 1, [50]), (2, 0, [60]), (2, 1, [40])]
+
+
+def test_texts_of_requests_that_leave_nothing_behind() -> None:
+    sources = DraftSources(100)
+    prompt = list(range(10, 20))
+    (secret,) = Suffix().create(context([30, 31], sources, remember=False))
     before = sources.store.tokens
     secret.observe([30, 31, 32], outcome([32], finished=True))
     assert sources.store.tokens == before

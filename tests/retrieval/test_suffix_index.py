@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import assume, given, settings, strategies as st
 
-from lookfar.retrieval.suffix_index import END, MAX_LINKS, MAX_MATCH, FollowedTexts, SuffixIndex
+from lookfar.retrieval.suffix_index import END, LENGTH, MAX_LINKS, MAX_MATCH, FollowedTexts, SuffixIndex
 
 texts = st.lists(st.integers(0, 3), min_size=2, max_size=60)
 
@@ -63,9 +63,10 @@ def test_a_text_is_followed_as_it_is_extended_and_searched() -> None:
     ):  # grows twice
         other.extend(text[start:end])
         expected = other.find(np.array(text[max(end - MAX_MATCH, 0) : end], np.int32), limit=8, depth=6)
-        found = FollowedTexts([followed]).follow_and_find([text[:end]], np.array([[8, 6]], np.int32))[:2]
+        found = FollowedTexts([followed]).find([text[:end]], np.array([[8, 6]], np.int32))
         assert followed.text.tolist() == text[:end]
-        assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
+        assert np.array_equal(found.continuations, expected[0])
+        assert np.array_equal(found.about[LENGTH], expected[1])
 
 
 def test_equal_matches_come_latest_first() -> None:

@@ -166,20 +166,25 @@ class StepPlan:
     @cached_property
     def trees(self) -> DraftTrees:
         """The draft trees of all requests."""
-        return DraftTrees.of([rows.tree for rows in self.requests]) if self._trees is None else self._trees
+        if self._trees is not None:
+            return self._trees
+        trees = [rows.tree for rows in self.requests]
+        if any(tree is not NO_TREE for tree in trees):
+            return DraftTrees.of(trees)
+        return DraftTrees(NO_TREE.columns, NO_TREE.scores, [0] * (len(trees) + 1))
 
     @cached_property
     def flat(self) -> FlatPlan:
-        requests, nodes = self.requests, np.array(self.trees.starts)
-        about: Ints = np.empty((len(requests), 8), np.int64)
-        about[:, NUM_CACHED] = [rows.num_cached for rows in requests]
-        about[:, NUM_PENDING] = pending = [len(rows.pending) for rows in requests]
-        about[:, FIRST_PENDING] = np.cumsum(pending) - pending
-        about[:, FIRST_NODE], about[:, NUM_NODES] = nodes[:-1], nodes[1:] - nodes[:-1]
-        about[:, NUM_WINDOW] = [sum(map(len, rows.windows)) if rows.windows else 0 for rows in requests]
-        about[:, COMPLETE] = [rows.complete for rows in requests]
-        about[:, PREDICT] = [rows.predict for rows in requests]
-        return FlatPlan(about, np.concatenate([rows.pending for rows in requests]), self.trees.columns)
+        about, pending, starts = [], 0, self.trees.starts
+        for place, rows in enumerate(self.requests):
+            count, node = len(rows.pending), starts[place]
+            window = sum(map(len, rows.windows)) if rows.windows else 0
+            nodes = starts[place + 1] - node
+            about.append((rows.num_cached, pending, count, node, nodes, window, rows.complete, rows.predict))
+            pending += count
+        tokens = [rows.pending for rows in self.requests]
+        all_tokens = np.concatenate(tokens) if len(tokens) > 1 else tokens[0]
+        return FlatPlan(np.array(about, np.int64), all_tokens, self.trees.columns)
 
     @cached_property
     def num_cached(self) -> Ints:

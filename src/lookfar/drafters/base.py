@@ -84,6 +84,7 @@ class BatchProposal:
     scores: Int32s = field(default_factory=lambda: NO_TOKENS)
     weights: Floats = field(default_factory=lambda: NO_FLOATS)
     owners: Int32s = field(default_factory=lambda: NO_TOKENS)  # [k] which of the drafters proposes each
+    sources: Int32s = field(default_factory=lambda: NO_TOKENS)  # [k] index into the class's `source_names`
     runner_ups: tuple[Int32s, Floats] | None = None  # [drafters, k] tokens, -1 for none, and their logits
 
 
@@ -131,6 +132,7 @@ class BatchDrafter(ABC):
     """A drafter that can draft together with those of other requests, in one call: batches need that."""
 
     name: str
+    source_names: ClassVar[tuple[str, ...]] = ()  # under which its drafts are counted
     wants_predictions: bool
     wants_steps: ClassVar[bool]  # whether it learns from every step, or from the last one of a request only
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lookfar.core.arrays import Floats, Int32s
+from lookfar.core.arrays import Floats, Int32s, stack
 from lookfar.drafters.base import (
     BatchDrafter,
     BatchOutcome,
@@ -21,7 +21,16 @@ from lookfar.drafters.base import (
 )
 from lookfar.errors import ConfigError
 from lookfar.retrieval.draft_store import DraftStore
-from lookfar.retrieval.suffix_index import MAX_MATCH, FollowedTexts, Matches, SuffixIndex
+from lookfar.retrieval.suffix_index import (
+    IN_STORE,
+    LENGTH,
+    MAX_MATCH,
+    QUERY,
+    RANK,
+    FollowedTexts,
+    Matches,
+    SuffixIndex,
+)
 
 # Match length → match score. Long matches differ little from each other.
 SCORE_OF: Int32s = np.searchsorted(
@@ -52,7 +61,7 @@ class Suffix(Strategy):
     def create(self, context: DraftContext) -> list[Drafter]:
         text = SuffixIndex(context.max_length + 1, CHAINED_LENGTHS)
         first = max(len(context.prompt) - PROMPT_TAIL, 0) if context.remember else None
-        return [SuffixDrafter(self, text), StoreDrafter(self, text, context.sources.store, first)]
+        return [SuffixDrafter(self, text, context.sources.store, first)]
 
     @property
     def max_rows(self) -> int:
@@ -60,71 +69,52 @@ class Suffix(Strategy):
 
 
 class SuffixDrafter(BatchDrafter):
-    """Matches in the request's own text, prompt and output. The newest of equally long matches weighs most."""
+    """Matches in the request's own text, prompt and output, and in the draft store, which gets the finished output.
+
+    The newest of equally long matches weighs most.
+    """
 
     name = "suffix"
+    source_names = ("suffix", "store")
     wants_predictions = wants_steps = False
 
-    def __init__(self, settings: Suffix, text: SuffixIndex) -> None:
+    def __init__(self, settings: Suffix, text: SuffixIndex, store: DraftStore, first: int | None) -> None:
         self.settings = settings
         self.text = text
+        self.store = store
+        self.first = first  # the first token of the text to store; None: the text is not stored
 
     @classmethod
     def together(cls, drafters: Seq[SuffixDrafter]) -> SuffixBatch:
         return SuffixBatch(drafters)
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
-        pass  # `propose` indexes the text from where it stopped
-
-
-class SuffixBatch(DrafterBatch):
-    def __init__(self, drafters: Seq[SuffixDrafter]) -> None:
-        self.texts = FollowedTexts([drafter.text for drafter in drafters])
-        self.wanted = wanted_by(drafters)
-
-    def propose(self, texts: Seq[Seq[int]], limits: Int32s) -> BatchProposal:
-        return as_proposal(self.texts.follow_and_find(texts, limited(self.wanted, limits)))
-
-
-class StoreDrafter(BatchDrafter):
-    """Matches in the draft store. A finished output is added to the store."""
-
-    name = "store"
-    wants_predictions = wants_steps = False
-
-    def __init__(self, settings: Suffix, text: SuffixIndex, store: DraftStore, first: int | None) -> None:
-        self.settings = settings
-        self.text = text  # which `SuffixDrafter` keeps up to date
-        self.store = store
-        self.first = first  # the first token of the text to store; None: the text is not stored
-
-    @classmethod
-    def together(cls, drafters: Seq[StoreDrafter]) -> StoreBatch:
-        return StoreBatch(drafters)
-
-    def observe(self, ids: Seq[int], outcome: Outcome) -> None:
         if outcome.finished and self.first is not None:
             self.store.add(ids[self.first :])
 
 
-class StoreBatch(DrafterBatch):
-    def __init__(self, drafters: Seq[StoreDrafter]) -> None:
+class SuffixBatch(DrafterBatch):
+    def __init__(self, drafters: Seq[SuffixDrafter]) -> None:
         self.drafters = drafters
-        self.texts = FollowedTexts([drafter.text for drafter in drafters])
-        self.wanted = wanted_by(drafters)
-        self.members: dict[DraftStore, list[int]] = {}  # by store
+        self.wanted: Int32s = np.array([(d.settings.branches, d.settings.length) for d in drafters], np.int32)
+        members: dict[DraftStore, list[int]] = {}
         for i, drafter in enumerate(drafters):
-            self.members.setdefault(drafter.store, []).append(i)
+            members.setdefault(drafter.store, []).append(i)
+        self.stores = [(store, of, FollowedTexts([drafters[i].text for i in of])) for store, of in members.items()]
 
     def propose(self, texts: Seq[Seq[int]], limits: Int32s) -> BatchProposal:
-        wanted = limited(self.wanted, limits)
-        self.texts.follow(texts)
-        found = []
-        for store, members in self.members.items():
-            if store.index.size:
-                matches = store.find_all(self.texts.addresses[members], wanted[members])
-                found.append(matches._replace(queries=np.array(members, np.int32)[matches.queries]))
-        return as_proposal(Matches.together(found)) if found else BatchProposal()
+        wanted = self.wanted.copy()
+        np.minimum(wanted[:, 1], limits, out=wanted[:, 1])
+        if len(self.stores) == 1:
+            ((store, _, followed),) = self.stores
+            return as_proposal(store.find_all(followed, texts, wanted))
+        parts = []
+        for store, of, followed in self.stores:
+            found = store.find_all(followed, [texts[i] for i in of], wanted[of])
+            found.about[QUERY] = np.array(of)[found.about[QUERY]]
+            parts.append(found)
+        about = np.concatenate([part.about for part in parts], 1)
+        return as_proposal(Matches(stack([part.continuations for part in parts]), about))
 
     def observe(self, outcome: BatchOutcome) -> None:
         for drafter, ids, finished in zip(self.drafters, outcome.texts, outcome.finished, strict=True):
@@ -132,17 +122,8 @@ class StoreBatch(DrafterBatch):
                 drafter.store.add(ids[drafter.first :])
 
 
-def wanted_by(drafters: Seq[SuffixDrafter | StoreDrafter]) -> Int32s:
-    """Return the most matches of each drafter and the tokens to copy from each, [drafters, 2]."""
-    return np.array([(drafter.settings.branches, drafter.settings.length) for drafter in drafters], np.int32)
-
-
-def limited(wanted: Int32s, limits: Int32s) -> Int32s:
-    """Return what is wanted, with no more tokens than a request may emit."""
-    wanted = wanted.copy()
-    np.minimum(wanted[:, 1], limits, out=wanted[:, 1])
-    return wanted
-
-
 def as_proposal(found: Matches) -> BatchProposal:
-    return BatchProposal(found.continuations, SCORE_OF[found.lengths], RECENCY[found.ranks], found.queries)
+    about = found.about
+    return BatchProposal(
+        found.continuations, SCORE_OF[about[LENGTH]], RECENCY[about[RANK]], about[QUERY], about[IN_STORE]
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 from time import perf_counter
 
 import numpy as np
@@ -56,10 +57,10 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
     An error of a request's own code (a logits processor, a stopping criterion, a grammar) fails that request only.
     """
     sampling = _sample_rows(requests, plan, result)
-    tokens, nodes, ends = walk_trees(tuple(plan.flat), result.starts, result.choices)
-    all_tokens, all_nodes, start = tokens.tolist(), nodes.tolist(), 0
+    all_tokens, all_nodes, ends = _walk_all(plan, result)
     walks: list[Walk | None] = []
-    for place, (request, end) in enumerate(zip(requests, ends.tolist(), strict=True)):
+    start = 0
+    for place, (request, end) in enumerate(zip(requests, ends, strict=True)):
         found = None
         if end > start and request.error is None:
             try:
@@ -78,6 +79,16 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
         walks.append(found)
         start = end
     return walks
+
+
+def _walk_all(plan: StepPlan, result: StepResult) -> tuple[list[int], list[int], list[int]]:
+    """Walk the trees of all requests, as `walk_trees` does; without any tree there is one token for each request."""
+    if plan.trees.columns.shape[1]:
+        tokens, nodes, ends = walk_trees(tuple(plan.flat), result.starts, result.choices)
+        return tokens.tolist(), nodes.tolist(), ends.tolist()
+    starts = result.starts.tolist()
+    last = [start + rows.last_row for start, rows in zip(starts, plan.requests, strict=True) if rows.complete]
+    return result.choices[last].tolist() if last else [], [], [*accumulate(rows.complete for rows in plan.requests)]
 
 
 def _sample_rows(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> dict[int, float]:

@@ -27,24 +27,16 @@ MAX_MATCH = 32  # matches are measured up to this length
 TOKENS_AT, HEADS_AT, LINKS_AT, ROOM, BUCKETS, SIZE = range(6)
 
 
+# About a match: its length, the text whose end it matches, its place among the matches of that text in one index, and
+# whether it is in the draft store.
+LENGTH, QUERY, RANK, IN_STORE = range(4)
+
+
 class Matches(NamedTuple):
-    """Continuations of earlier occurrences: for each query the longest match first, then the latest."""
+    """Continuations of earlier occurrences: for each text the longest match first, then the latest."""
 
     continuations: Int32s  # [n, depth] `END` behind the end of each
-    lengths: Int32s  # [n] how many tokens match
-    queries: Int32s  # [n] which query each belongs to
-    ranks: Int32s  # [n] its place among the matches of the query
-
-    @classmethod
-    def together(cls, parts: Seq[Matches]) -> Matches:
-        """Put matches of the same depth behind each other."""
-        if len(parts) == 1:
-            return parts[0]
-        depth = max(part.continuations.shape[1] for part in parts)
-        missing = [((0, 0), (0, depth - part.continuations.shape[1])) for part in parts]
-        padded = [np.pad(p.continuations, m, constant_values=END) for p, m in zip(parts, missing, strict=True)]
-        lengths, queries, ranks = (np.concatenate(column) for column in list(zip(*parts, strict=True))[1:])
-        return cls(np.concatenate(padded), lengths, queries, ranks)
+    about: Int32s  # [4, n]
 
 
 class SuffixIndex:
@@ -102,14 +94,9 @@ class SuffixIndex:
         Returns at most `limit` continuations, [k, depth], and the lengths of their matches.
         """
         text: Ints = np.array([address_of(tail), 0, 0, len(tail), 0, len(tail)])
-        return self.find_all(np.array([address_of(text)]), np.array([[limit, depth]], np.int32))[:2]
-
-    def find_all(self, texts: Ints, wanted: Int32s) -> Matches:
-        """Find how the texts of this index continued where they ended like the texts of others.
-
-        `texts` are the addresses of those; `wanted` are the most matches and the tokens to copy from each, [texts, 2].
-        """
-        return Matches(*find_after(self.address, self.lengths, texts, wanted))
+        wanted = np.array([[limit, depth]], np.int32)
+        continuations, about = find_after(self.address, self.lengths, np.array([address_of(text)]), wanted)
+        return continuations, about[LENGTH]
 
 
 class FollowedTexts:
@@ -119,16 +106,10 @@ class FollowedTexts:
         self.indexes = indexes
         self.addresses: Ints = np.array([index.address for index in indexes])
 
-    def follow(self, texts: Seq[Seq[int]]) -> None:
-        """Append what is new in the texts."""
-        for index, ids in zip(self.indexes, texts, strict=True):
-            if index.size < len(ids):
-                index.extend(ids[index.size :])
+    def find(self, texts: Seq[Seq[int]], wanted: Int32s, store: SuffixIndex | None = None) -> Matches:
+        """Append what is new in each text, and find how it, or a text in the store, went on after such an end.
 
-    def follow_and_find(self, texts: Seq[Seq[int]], wanted: Int32s) -> Matches:
-        """Append what is new in each text, and find how it continued where it ended as it does now.
-
-        `wanted` as for `SuffixIndex.find_all`.
+        `wanted` are the most matches in each of them and the tokens to copy from each, [texts, 2].
         """
         new: list[int] = []
         starts = [0]
@@ -137,8 +118,9 @@ class FollowedTexts:
                 index.make_room(len(ids))
             new += ids[index.size :]
             starts.append(len(new))
-        lengths = self.indexes[0].lengths
-        return Matches(*add_and_find(self.addresses, lengths, np.array(new, np.int32), np.array(starts), wanted))
+        own, tokens = self.indexes[0], np.array(new, np.int32)
+        where = (store.address, store.lengths) if store is not None and store.size else (0, own.lengths)
+        return Matches(*add_and_find(self.addresses, own.lengths, tokens, np.array(starts), wanted, where))
 
 
 @inline_jit
@@ -241,20 +223,23 @@ def copy_continuation(tokens, size, place, continuation, depth):  # type: ignore
 
 
 @inline_jit
-def new_matches(wanted):  # type: ignore[no-untyped-def]
-    most, depth = wanted[:, 0].sum(), wanted[:, 1].max()
-    return np.full((most, depth), END, np.int32), np.empty((3, most), np.int32)
+def new_matches(wanted, kinds):  # type: ignore[no-untyped-def]
+    most, depth = kinds * wanted[:, 0].sum(), wanted[:, 1].max()
+    return np.full((most, depth), END, np.int32), np.empty((4, most), np.int32)
 
 
 @inline_jit
-def add_matches(address, lengths, query, tail, wanted, found, room):  # type: ignore[no-untyped-def]
-    """Add the matches of one query to `found`: the arrays, and how many there are. Returns the new number."""
-    continuations, about, count = found
-    places, matched = room
+def add_matches(address, lengths, tail, wanted, found, room):  # type: ignore[no-untyped-def]
+    """Add the matches of a tail to `found`: the arrays, and the number of the match, the text, and the kind of index.
+
+    Returns the number of matches.
+    """
+    continuations, about, count, query, in_store = found
     state, tokens, _, _ = arrays_of(address, lengths)
     for k in range(min(find_places(address, lengths, tail, wanted[0], room), wanted[0])):
-        copy_continuation(tokens, state[SIZE], places[k], continuations[count], wanted[1])
-        about[0, count], about[1, count], about[2, count] = matched[k], query, k
+        copy_continuation(tokens, state[SIZE], room[0][k], continuations[count], wanted[1])
+        about[LENGTH, count], about[QUERY, count] = room[1][k], query
+        about[RANK, count], about[IN_STORE, count] = k, in_store
         count += 1
     return count
 
@@ -269,27 +254,32 @@ def tail_of(address):  # type: ignore[no-untyped-def]
 @jit
 def find_after(address, lengths, texts, wanted):  # type: ignore[no-untyped-def]
     """Find the matches of the ends of several texts in one index. Returns the arrays of `Matches`."""
-    continuations, about = new_matches(wanted)
+    continuations, about = new_matches(wanted, 1)
     room = np.empty(MAX_LINKS * len(lengths), np.int32), np.empty(MAX_LINKS * len(lengths), np.int32)
     count = 0
     for query in range(len(texts)):
-        found = continuations, about, count
-        count = add_matches(address, lengths, query, tail_of(texts[query]), wanted[query], found, room)
-    return continuations[:count], about[0, :count], about[1, :count], about[2, :count]
+        found = continuations, about, count, query, 1
+        count = add_matches(address, lengths, tail_of(texts[query]), wanted[query], found, room)
+    return continuations[:count], about[:, :count]
 
 
 @jit
-def add_and_find(addresses, lengths, new, starts, wanted):  # type: ignore[no-untyped-def]
-    """Append tokens to several indexes, each with room for them, and find the matches of the end of each text in it.
+def add_and_find(addresses, lengths, new, starts, wanted, store):  # type: ignore[no-untyped-def]
+    """Append tokens to several indexes, each with room for them, and find the matches of the end of each text.
 
-    `new[starts[i] : starts[i + 1]]` are the new tokens of index i. Returns the arrays of `Matches`.
+    `new[starts[i] : starts[i + 1]]` are the new tokens of index i. Matches are looked for in the index itself, and in
+    the store: its address (0 for none) and its chained lengths. Returns the arrays of `Matches`.
     """
-    continuations, about = new_matches(wanted)
-    room = np.empty(MAX_LINKS * len(lengths), np.int32), np.empty(MAX_LINKS * len(lengths), np.int32)
+    continuations, about = new_matches(wanted, 2 if store[0] else 1)
+    links = MAX_LINKS * max(len(lengths), len(store[1]))
+    room = np.empty(links, np.int32), np.empty(links, np.int32)
     count = 0
     for query in range(len(addresses)):
         address = addresses[query]
         add_tokens(address, lengths, new[starts[query] : starts[query + 1]])
-        found = continuations, about, count
-        count = add_matches(address, lengths, query, tail_of(address), wanted[query], found, room)
-    return continuations[:count], about[0, :count], about[1, :count], about[2, :count]
+        found = continuations, about, count, query, 0
+        count = add_matches(address, lengths, tail_of(address), wanted[query], found, room)
+        if store[0]:
+            found = continuations, about, count, query, 1
+            count = add_matches(store[0], store[1], tail_of(address), wanted[query], found, room)
+    return continuations[:count], about[:, :count]

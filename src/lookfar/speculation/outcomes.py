@@ -12,6 +12,7 @@ from lookfar.core.jit import jit
 from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.drafters.base import BatchDrafter, BatchOutcome, Drafter, Outcome, Predictions
 from lookfar.speculation.interface import SpeculatedRequest, Walk
+from lookfar.speculation.proposals import DraftingBatch
 
 NO_CHOICES: Ints = np.zeros(0, np.int64)
 
@@ -45,7 +46,7 @@ class StepOutcomes:
     ) -> None:
         self.requests, self.plan, self.walks, self.result = requests, plan, walks, result
 
-    def show(self, places: Seq[int]) -> None:
+    def show(self, places: Seq[int], drafting: DraftingBatch) -> None:
         """Show the step to the drafters of some requests. An error of a drafter fails its request."""
         by_class: dict[type[BatchDrafter], list[int]] = {}
         for place in places:
@@ -60,8 +61,7 @@ class StepOutcomes:
                 if kind.wants_steps or request.is_finished:
                     by_class.setdefault(kind, []).append(place)
         for kind, shown in by_class.items():
-            drafters = [self.requests[place].speculation.batch_drafters[kind][0] for place in shown]
-            kind.together(drafters).observe(self.of_batch(shown))
+            drafting.drafters_of(kind, self.requests, shown).observe(self.of_batch(shown))
 
     def of_batch(self, places: Seq[int]) -> BatchOutcome:
         """Return the outcome for some requests together."""

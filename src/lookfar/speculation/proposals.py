@@ -58,7 +58,8 @@ class DraftingBatch:
         self.members = [Member(place, requests[place]) for place in places]
         self.texts = [member.request.ids for member in self.members]
         self.alone = [i for i, member in enumerate(self.members) if member.request.speculation.other_drafters]
-        self._together: list[tuple[DrafterBatch, list[int], Int32s]] = []  # with their members and sources
+        # By class, with their members and sources.
+        self._together: dict[type[BatchDrafter], tuple[DrafterBatch, list[int], Int32s]] = {}
         by_class: dict[type[BatchDrafter], list[int]] = {}
         for i, member in enumerate(self.members):
             for kind in member.request.speculation.batch_drafters:
@@ -68,7 +69,15 @@ class DraftingBatch:
             batch = kind.together([drafter for drafter, _ in found])
             for i, table in zip(chosen, batch.tables, strict=False):
                 self.members[i].table = table
-            self._together.append((batch, chosen, np.array([source for _, source in found], np.int32)))
+            self._together[kind] = batch, chosen, np.array([source for _, source in found], np.int32)
+
+    def drafters_of(self, kind: type[BatchDrafter], requests: Seq[SpeculatedRequest], places: Seq[int]) -> DrafterBatch:
+        """Return the drafters of one class of some requests of a step, as they were put together or anew."""
+        if kind in self._together and self.requests == requests:
+            batch, chosen, _ = self._together[kind]
+            if [self.places[i] for i in chosen] == places:
+                return batch
+        return kind.together([requests[place].speculation.batch_drafters[kind][0] for place in places])
 
     def is_of(self, requests: Seq[SpeculatedRequest], places: Seq[int]) -> bool:
         """Whether it can be used for a step."""
@@ -77,7 +86,7 @@ class DraftingBatch:
     def propose(self, limits: Int32s) -> Proposals:
         """Ask all drafters for drafts of at most so many tokens. An error of a drafter fails its request."""
         found = Proposals(self.members, limits)
-        for batch, chosen, sources in self._together:
+        for batch, chosen, sources in self._together.values():
             everyone = len(chosen) == len(self.members)
             texts = self.texts if everyone else [self.texts[i] for i in chosen]
             proposed = batch.propose(texts, limits if everyone else limits[chosen])
@@ -85,7 +94,8 @@ class DraftingBatch:
                 found.set_runner_ups(chosen, *proposed.runner_ups)
             if len(proposed.drafts):
                 owners = proposed.owners if everyone else np.array(chosen, np.int32)[proposed.owners]
-                own = proposed.drafts, proposed.scores, proposed.weights, sources[proposed.owners], owners
+                all_sources = proposed.sources + sources[proposed.owners]
+                own = proposed.drafts, proposed.scores, proposed.weights, all_sources, owners
                 found.parts.append(DraftArrays(*own))
         for i in self.alone:
             try:

@@ -42,7 +42,7 @@ class Speculator:
         self._remembered: Mapping[int, Experience] = {}  # of earlier processes
         self._step: StepRecord | None = None  # the one that was planned last
         self._unlearned: list[StepRecord] = []
-        self._drafting: Drafting | None = None  # of the last step that speculated
+        self._drafting = Drafting([], [])  # of the last step that speculated
 
     def use_costs(self, known: KnownCosts) -> None:
         """Use what is known of this model on this machine."""
@@ -87,7 +87,7 @@ class Speculator:
         ]
         if not places:
             return None
-        if self._drafting is None or not self._drafting.is_of(requests, places):
+        if not self._drafting.is_of(requests, places):
             self._drafting = Drafting(requests, places)
         limits = np.array([depths[place] for place in places], np.int32)
         return self._drafting.draft(limits, step, Prices(self.costs, host))
@@ -124,7 +124,7 @@ class Speculator:
             if (step.speculates or ends or prefilled) and request.speculation.drafters:
                 places.append(place)
         if places:
-            StepOutcomes(step.batch.requests, step.plan, walks, result).show(places)
+            StepOutcomes(step.batch.requests, step.plan, walks, result).show(places, self._drafting)
         self._unlearned.append(step)
         if finished:
             self.learn()  # its counts are read next
