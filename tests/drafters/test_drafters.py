@@ -79,7 +79,6 @@ def test_each_draws_from_its_own_store_and_text() -> None:
 
 def test_texts_of_requests_that_leave_nothing_behind() -> None:
     sources = DraftSources(100)
-    prompt = list(range(10, 20))
     (secret,) = Suffix().create(context([30, 31], sources, remember=False))
     before = sources.store.tokens
     secret.observe([30, 31, 32], outcome([32], finished=True))

@@ -204,14 +204,14 @@ def test_readers_and_a_writer_at_once() -> None:
 
 def test_an_lm_learns_saves_and_loads(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    lm = lookfar.LM(model)
+    lm = lookfar.LM(model, budget=16)
     prompt = [5, 6, 7, 8, 9, 10]
     cold = lm.generate(prompt, max_new_tokens=24)
     warm = lm.generate(prompt, max_new_tokens=24)
     assert warm.token_ids == cold.token_ids
     assert warm.stats.steps < cold.stats.steps
     lm.store.save(tmp_path / "a.store")
-    other = lookfar.LM(model, store=tmp_path / "a.store")
+    other = lookfar.LM(model, budget=16, store=tmp_path / "a.store")
     loaded = other.generate(prompt, max_new_tokens=24)
     assert loaded.token_ids == cold.token_ids
     assert loaded.stats.steps < cold.stats.steps
