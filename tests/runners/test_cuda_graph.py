@@ -23,8 +23,9 @@ from lookfar.engine.request import KVOptions, Request
 from lookfar.errors import CapacityError, ConfigError, LookfarWarning, ModelError
 from lookfar.models.binding import BoundModel
 from lookfar.runners import create_runner
+from lookfar.runners.cuda_graph import runner as runner_module
 from lookfar.runners.cuda_graph.memory import GIB, MemoryBudget
-from lookfar.runners.cuda_graph.runner import FIXED_ROWS, CudaGraphRunner
+from lookfar.runners.cuda_graph.runner import CudaGraphRunner
 from lookfar.runners.eager import EagerRunner
 from lookfar.testing import run_requests
 
@@ -161,35 +162,32 @@ def test_a_request_with_embeddings_is_not_padded_to_the_width_of_prompts() -> No
     assert max(fed) <= 16
 
 
-def test_with_fixed_rows_the_last_token_has_a_step_of_its_own() -> None:
-    """What `exact=True` plans, without a GPU: prefills alone, then steps of one size."""
+def test_what_cannot_be_exact_is_refused_if_exactness_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "rows_are_independent", lambda *_: True)  # not so on a CPU
     model = tiny_model("llama", DTYPE)
-    runner: Any = CudaGraphRunner(BoundModel(model, pack=False), exact=True)
+    runner = CudaGraphRunner(BoundModel(model, pack=False), exact=True)
     assert not runner.why_unavailable()
+    assert runner.exact
     engine = Engine(runner, EngineConfig(max_batch=3, prefill_chunk=16))
-    sizes: list[tuple[int, bool]] = []
-    launch = runner.launch
+    with pytest.raises(ConfigError, match="exact=True takes token ids, and 512 rows a step"):
+        run_requests(engine, [Request([1], 5, kv=KVOptions(embeds=torch.zeros(1, 32, dtype=DTYPE, device=DEVICE)))])
+    assert run_requests(engine, [Request(PROMPTS[0], NEW)])[0].token_ids == reference(model, PROMPTS[0], NEW)
 
-    def watched(plan: StepPlan, cache: Any) -> Any:
-        complete = all(rows.complete for rows in plan.requests)
-        assert plan.batch == 1 or complete
-        assert all(len(rows.pending) == 1 for rows in plan.requests if rows.complete)
-        pending = launch(plan, cache)
-        sizes.append((pending.result().num_rows, complete))
-        return pending
 
-    with pytest.raises(ConfigError, match="max_batch must be at most 64 with exact=True, not 65"):
-        Engine(runner, EngineConfig(max_batch=65))
-    runner.launch = watched
-    expected = [reference(model, prompt, NEW) for prompt in PROMPTS]
-    right = oracle([prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)])
-    results = run_requests(engine, [Request(prompt, NEW, strategies=(right,)) for prompt in PROMPTS])
-    assert [result.token_ids for result in results] == expected
-    assert {rows for rows, complete in sizes if complete} == {FIXED_ROWS}
-    with pytest.raises(ConfigError, match="room for 64 rows here and the window of this strategy takes 120"):
-        engine.check(Request([1], 5, strategies=(Lookahead(),)))
-    with pytest.raises(ConfigError, match="token ids, not as embeddings"):
-        engine.check(Request([1], 5, kv=KVOptions(embeds=torch.zeros(1, 32))))
+@pytest.mark.parametrize("exact", [True, None])
+def test_a_model_whose_rows_depend_on_each_other_is_recognized(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
+    """Its head adds something that depends on the number of rows."""
+    model = tiny_model("llama", torch.float32)
+    head = model.lm_head.forward
+    monkeypatch.setattr(model.lm_head, "forward", lambda x: head(x) * (1 + 1e-3 * (x.shape[1] > 100)))
+    runner = CudaGraphRunner(BoundModel(model, pack=False), exact=exact)
+    if exact:
+        assert runner.why_unavailable() == "the bits of a row depend on the other rows"
+        return
+    runner.layers.fused.exact = True  # as on a GPU in half precision
+    with pytest.warns(LookfarWarning, match="drafts can change the text of llama at near-ties"):
+        assert not runner.why_unavailable()
+    assert not runner.exact
 
 
 def test_a_model_that_cannot_be_captured_warns_once_and_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

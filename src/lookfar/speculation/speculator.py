@@ -55,10 +55,7 @@ class Speculator:
         """Plan the next forward pass of a batch."""
         self._learn_rate()
         requests = batch.requests
-        rows = [
-            plan_pending(request, chunk, limits.fixed_rows)
-            for request, chunk in zip(requests, batch.chunks, strict=True)
-        ]
+        rows = [plan_pending(request, chunk) for request, chunk in zip(requests, batch.chunks, strict=True)]
         self._step = step = self._decide(batch)
         if step.speculates:
             overhead = step.controller.overhead if step.controller is not None else 0.0
@@ -146,13 +143,8 @@ class Speculator:
         step.controller.learn(step.speculates, tokens, step.batch.seconds, step.batch.host_seconds)
 
 
-def plan_pending(request: SpeculatedRequest, chunk: int, last_token_alone: bool = False) -> RequestPlan:
-    """Plan the pending tokens of a request: a chunk of its prompt, or all of them, at the least the last token.
-
-    With `last_token_alone` the last token comes in a step of its own, which emits tokens and prefills nothing.
-    """
-    if last_token_alone:
-        chunk = min(chunk, max(request.num_pending - 1, 1))
+def plan_pending(request: SpeculatedRequest, chunk: int) -> RequestPlan:
+    """Plan the pending tokens of a request: a chunk of its prompt, or all of them, at the least the last token."""
     start = request.num_cached
     pending = np.array(request.ids[start : start + chunk], dtype=np.int64)
     predict = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter
@@ -16,6 +17,7 @@ from lookfar.core.arrays import Ints
 from lookfar.core.plan import RowSampler, StepPlan
 from lookfar.kernels import reference
 from lookfar.kernels.attention_op import NAME
+from lookfar.kernels.row_sum_mode import RowSums
 from lookfar.kernels.row_table import MAX_PATH
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
@@ -72,7 +74,8 @@ class GraphStep(FlatStep):
         layers = self.layers
         with self.model.attending(NAME), self.model.experts(layers.experts), layers.fused.in_use():
             if layers.compiled is None:
-                return self.forward(self.model.model.forward)
+                with RowSums() if layers.fused.exact else nullcontext():
+                    return self.forward(self.model.model.forward)
             layers.compiled.select_layer = self.writer.select_layer
             return self.forward(layers.compiled)
 
