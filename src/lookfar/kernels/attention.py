@@ -4,8 +4,9 @@ Two kernels. The first attends from tiles of rows to the keys far behind all of 
 the keys are split over programs. The second attends, for each row alone, to the last 33 to 64 keys of its own path,
 gathered in their order, and combines both results.
 
-The boundary between the two, the blocks and chunks of keys, and the order in which they are added depend on the position
-of a row and on nothing else. The bits of a row are therefore independent of the other rows of a step and of their number.
+The boundary between the two, the blocks and chunks of keys, and the order in which they are added depend on the
+position of a row and on nothing else. The bits of a row are therefore independent of the other rows of a step and of
+their number.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lookfar.kernels.row_table import (
 CHUNK = 128  # keys of one program at the beginning of a text
 # The first chunks are small, so that short texts keep many programs busy; the next ones are twice as large and all
 # others eight times, because combining very many chunks would cost more than the keys.
-SMALL, MIDDLE = tl.constexpr(4), tl.constexpr(14)
+SMALL, MIDDLE = tl.constexpr(8), tl.constexpr(12)
 UNROLL = 4  # chunks fetched at once
 
 

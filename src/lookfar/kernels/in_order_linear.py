@@ -1,7 +1,7 @@
 """A linear layer whose sums run over the inputs in order, so that a row's bits do not depend on the number of rows.
 
-Every tile of rows, small or large, adds the same groups of products one after the other. Libraries do so too unless they
-split the inputs over several programs, which changes the order of the sums.
+Tiles of all sizes add the same groups of products one after the other. Libraries do so too, unless they split the
+inputs over several programs, which changes the order of the sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Tiles(NamedTuple):
 
 
 # By the most rows that they are for; the best over the shapes of an 8B model on an H200.
-TILES = {16: Tiles(16, 32, 256, 4, 4), 64: Tiles(64, 64, 64, 4, 5), 1 << 30: Tiles(128, 128, 64, 8, 3)}
+TILES = {16: Tiles(16, 32, 256, 2, 4), 64: Tiles(64, 32, 128, 4, 4), 1 << 30: Tiles(128, 128, 64, 8, 3)}
 
 
 @triton.jit

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from lookfar.kernels.blas_library import CUBLASLT_ROWS, blas_library
+
 MIN_INPUTS = 2048  # from here on the one-row kernel is faster than cuBLAS (measured on an H200, docs/benchmarks.md)
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -34,13 +36,15 @@ def gemv_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 @torch.library.custom_op("lookfar::exact_linear", mutates_args=())
 def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`F.linear` where the library has the bits of sums in order, otherwise the kernel that sums in order."""
+    """`F.linear` by a library that sums in order, otherwise by our kernel that does."""
     from lookfar.kernels.in_order_linear import in_order_linear
 
     rows = x.reshape(-1, x.shape[-1])
-    if _library_sums_in_order(rows, weight, bias):
+    library = _library_in_order(rows, weight, bias)
+    if library is None:
+        return in_order_linear(rows, weight, bias).view(*x.shape[:-1], len(weight))
+    with blas_library(library):
         return F.linear(x, weight, bias)
-    return in_order_linear(rows, weight, bias).view(*x.shape[:-1], len(weight))
 
 
 @exact_linear.register_fake
@@ -49,17 +53,21 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-_known: dict[tuple[Any, ...], bool] = {}  # by everything that the library's choice of a kernel depends on
+_in_order: dict[tuple[Any, ...], str | None] = {}  # by everything that a library's choice of a kernel depends on
 
 
-def _library_sums_in_order(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether the library gives the bits of sums in order for a shape: compared once, on random numbers."""
-    library = torch.backends.cuda.preferred_blas_library()
-    key = len(x), weight.shape, x.dtype, x.device, bias is None, library
-    if key not in _known and not torch.cuda.is_current_stream_capturing():
+def _library_in_order(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+    """Return a library that gives the bits of sums in order for a shape: compared once, on random numbers."""
+    key = len(x), weight.shape, x.dtype, x.device, bias is None
+    if key not in _in_order and not torch.cuda.is_current_stream_capturing():
         from lookfar.kernels.in_order_linear import in_order_linear
 
         generator = torch.Generator(x.device).manual_seed(0)
         noise = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-        _known[key] = torch.equal(F.linear(noise, weight, bias), in_order_linear(noise, weight, bias))
-    return _known.get(key, False)
+        expected, _in_order[key] = in_order_linear(noise, weight, bias), None
+        for library in ("cublaslt", "cublas") if len(x) in CUBLASLT_ROWS else ("cublas", "cublaslt"):
+            with blas_library(library):
+                if torch.equal(F.linear(noise, weight, bias), expected):
+                    _in_order[key] = library
+                    break
+    return _in_order.get(key)

@@ -18,7 +18,5 @@ def sum_row(x, y, width, scale, WIDTH: tl.constexpr):  # type: ignore[no-untyped
 def row_sums(x: torch.Tensor, scale: float) -> torch.Tensor:
     """Sum the rows of x [..., width] in float32 and multiply by `scale`, [...]."""
     y = x.new_empty(x.shape[:-1])
-    sum_row[(y.numel(),)](
-        x.contiguous(), y, x.shape[-1], scale, WIDTH=triton.next_power_of_2(x.shape[-1]), num_warps=4
-    )
+    sum_row[(y.numel(),)](x.contiguous(), y, x.shape[-1], scale, WIDTH=triton.next_power_of_2(x.shape[-1]), num_warps=4)
     return y

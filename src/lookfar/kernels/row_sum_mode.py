@@ -12,11 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 MAX_WIDTH = 1 << 16  # numbers that the kernel can add up
 
 
-class RowSums(TorchDispatchMode):
+class RowSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active, rows are summed by a kernel whose order does not depend on the number of rows.
 
     torch's own kernels give each row more threads when there are few rows.
     """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Seq[Any] = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList) and not kwargs:
@@ -32,11 +35,11 @@ class RowSums(TorchDispatchMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the mode for a moment, for compiled code, which would run uncompiled in it."""
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
 
 def _sums_rows(x: torch.Tensor, dims: Any) -> bool:

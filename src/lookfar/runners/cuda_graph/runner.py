@@ -35,6 +35,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows of captured steps; a ste
 SIZE_OF = [next(size for size in SIZES if size >= rows) for rows in range(SIZES[-1] + 1)]
 BATCHES = (1, 4, 16, 64, 512)  # requests that a captured step has room for; unused room costs little
 MOVED = "The model's weights were moved while this request was running: send it again."
+DEPENDENT = "the bits of a row depend on the other rows"
 SAMPLED_BYTES = 64 << 20  # larger scores are sampled by the host, row by row as needed
 
 
@@ -60,6 +61,7 @@ class CudaGraphRunner:
         self._fingerprint = ModelFingerprint.of(model.model)  # when the layers were fused
         self._generation = -1  # of the KV buffers that the captured steps use
         self._steps: dict[tuple[int, int], GraphStep] = {}
+        self._first: tuple[GraphStep, int] | None = None  # the first captured step, with its number of predictions
         self._pool: Any = None
         self._mover: Any = None
 
@@ -82,8 +84,8 @@ class CudaGraphRunner:
                 self.layers.fused = FusedLinears(self.model.model, run, self.exact)
             if self.exact and not rows_are_independent(self.model, replace(self.layers, compiled=None), SIZES):
                 if self.asked_for:
-                    return "the bits of a row depend on the other rows"
-                self._promise_nothing()
+                    return DEPENDENT
+                self._not_exact()
         self._embedding = self.model.model.get_input_embeddings().weight
         self._address = self._embedding.data_ptr()
         self._fingerprint = ModelFingerprint.of(self.model.model)
@@ -99,12 +101,15 @@ class CudaGraphRunner:
         words = {"cuda graphs": True, "compiled": self.compile, "exact": self.exact}
         return " ".join(word for word, is_so in words.items() if is_so)
 
-    def _promise_nothing(self) -> None:
-        """Run as with `exact=False`, with a warning."""
-        name, precision = self.model.support.model_type, str(self.model.model.dtype).removeprefix("torch.")
-        message = f"in {precision} drafts can change the text of {name} at near-ties, as a batch can (exact=False)"
-        warnings.warn(f"The bits of a row depend on the other rows: {message}.", LookfarWarning, stacklevel=2)
+    def _not_exact(self) -> None:
+        """Run as with `exact=False`, with a warning; an error if exactness was asked for."""
+        if self.asked_for:
+            raise ModelError(f"exact=True is unavailable for this model: {DEPENDENT}.")
         self.layers.fused.exact = False
+        name, precision = self.model.support.model_type, str(self.model.model.dtype).removeprefix("torch.")
+        message = f"{DEPENDENT}, so drafts and batches can change a text where two tokens are about equally likely"
+        advice = "exact=False turns this warning off"
+        warnings.warn(f"{name} is not exact in {precision}: {message} ({advice}).", LookfarWarning, stacklevel=2)
 
     def _layer_options(self) -> LayerOptions:
         exact = self.asked_for
@@ -151,10 +156,11 @@ class CudaGraphRunner:
         """Estimate the buffers of the largest step: logits, twice, and attention sums over chunks of keys."""
         config = self.model.model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_attention_heads", 1) * (getattr(config, "head_dim", None) or 128)
-        return SIZES[-1] * (10 * self.model.vocab_size + 4 * heads * (2 + length // 1024))
+        return SIZES[-1] * (10 * self.model.vocab_size + 4 * heads * (17 + length // 1024))
 
     def _drop_graphs(self) -> None:
         self._steps.clear()
+        self._first = None
         self._mover = self._pool = None
         self._generation = -1
         if self.layers.compiled is not None:
@@ -211,7 +217,7 @@ class CudaGraphRunner:
             return step, False
         try:
             with _on(self.model.device):
-                return self._capture(cache, rows, batch, k), True
+                step = self._capture(cache, rows, batch, k)
         except Exception as error:
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
             if not out_of_memory and self.layers.experts is None and self.model.has_experts:
@@ -221,6 +227,17 @@ class CudaGraphRunner:
                 return self._step_for(plan, cache, k)
             self._give_up(error, rows)
             return None, True
+        if step.on_gpu and self.exact:
+            self._check_bits(step, k)
+        return step, True
+
+    def _check_bits(self, step: GraphStep, k: int) -> None:
+        """Compare the bits of a new graph, in all rows, with those of the first one."""
+        self._first = self._first or (step, k)
+        with _on(self.model.device):
+            expected, found = self._first[0].probe(self._first[1])[:1], step.probe(k)
+            if not torch.equal(found, expected.expand_as(found)):
+                self._not_exact()
 
     def _give_up(self, error: Exception, rows: int) -> None:
         """Run eagerly from now on, with a warning; an error where eager steps would not do."""
