@@ -360,7 +360,7 @@ def exact_cost() -> None:
     lms = {"exact": demo(compile=True), "exact=False": demo(compile=True, exact=False)}
     texts = prompts(lms["exact"], 7, ("mt_bench", "humaneval", "gsm8k"))
     rates: dict[tuple[str, str], list[float]] = {}
-    for turn in range(4):
+    for turn in range(3):
         for strategy in ("none", "auto"):
             for mode, lm in lms.items():
                 done = run_all(lm, texts, 256 if turn else 64, strategy=strategy)

@@ -35,6 +35,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows of captured steps; a ste
 SIZE_OF = [next(size for size in SIZES if size >= rows) for rows in range(SIZES[-1] + 1)]
 BATCHES = (1, 4, 16, 64, 512)  # requests that a captured step has room for; unused room costs little
 MOVED = "The model's weights were moved while this request was running: send it again."
+CHECKED = (1, 16, 64, SIZES[-1])  # rows of the steps that are compared at load; every graph is, when it is captured
 DEPENDENT = "the bits of a row depend on the other rows"
 SAMPLED_BYTES = 64 << 20  # larger scores are sampled by the host, row by row as needed
 
@@ -82,7 +83,7 @@ class CudaGraphRunner:
             if self._captures:
                 run = partial(run_flat, self.model, plan, cache)
                 self.layers.fused = FusedLinears(self.model.model, run, self.exact)
-            if self.exact and not rows_are_independent(self.model, replace(self.layers, compiled=None), SIZES):
+            if self.exact and not rows_are_independent(self.model, replace(self.layers, compiled=None), CHECKED):
                 if self.asked_for:
                     return DEPENDENT
                 self._not_exact()
