@@ -15,6 +15,7 @@ from lookfar.kernels.attention import CHUNK, MIDDLE, SMALL, attend, chunks_for
 from lookfar.kernels.gemv import gemv
 from lookfar.kernels.in_order_linear import TILES, in_order_linear
 from lookfar.kernels.kv_move import KVMover, write_rows
+from lookfar.kernels.linear_op import linear
 from lookfar.kernels.row_sum import row_sums
 from lookfar.kernels.row_table import MAX_PATH, WIDTH, RowTable, max_tiles, step_arrays
 from lookfar.kernels.topk import top_k
@@ -225,6 +226,16 @@ def test_products_in_order(outputs: int, inputs: int, dtype: torch.dtype, with_b
         part = in_order_linear(x[:rows], weight, given)
         # NumPy, with which the interpreter multiplies, has an order of its own for each size of a tile.
         assert torch.equal(part, found[:rows]) if DEVICE != "cpu" else torch.allclose(part, found[:rows], atol=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("outputs", "inputs"), [(576, 1536), (4096, 14336)])  # libraries split the sums of the second
+def test_a_linear_layer_has_the_same_bits_for_all_numbers_of_rows(outputs: int, inputs: int) -> None:
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    x, weight = (torch.randn(n, inputs, generator=rng, device=DEVICE, dtype=HALF) for n in (512, outputs))
+    expected = in_order_linear(x, weight, None)
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+        assert torch.equal(linear(x[None, :rows], weight, None, exact=True)[0], expected[:rows])
 
 
 @pytest.mark.parametrize("width", [576, 1024, 7])

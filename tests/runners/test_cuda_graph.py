@@ -119,14 +119,15 @@ def test_accepted_rows_are_moved_when_a_request_changes_its_slot() -> None:
     assert again.token_ids == reference(model, longer, 12)
 
 
-@pytest.mark.parametrize("most", [512, 24])
-def test_prompts_are_prefilled_while_other_requests_decode(most: int) -> None:
+@pytest.mark.parametrize(("most", "chunk"), [(512, 16), (24, 16), (24, 64)])
+def test_prompts_are_prefilled_while_other_requests_decode(most: int, chunk: int) -> None:
     """A request that moves into a gap takes the moves along that are noted for it."""
     model = tiny_model("llama", DTYPE)
     prompts, news = random_prompts(5, 9, 40, 7, 21, 30), [3, 17, 9, 21, 5, 8]
     expected = [reference(model, prompt, new) for prompt, new in zip(prompts, news, strict=True)]
     right = oracle([prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)])
     lm = flat_lm(model, max_batch=3)
+    lm.engine.scheduler.prefill_chunk = chunk
     runner: Any = lm.engine.runner
     runner.limits = replace(runner.limits, rows=most)
     mixed = 0
@@ -136,7 +137,7 @@ def test_prompts_are_prefilled_while_other_requests_decode(most: int) -> None:
         nonlocal mixed
         assert plan.batch == len(lm.engine.scheduler.running)  # no request waits
         assert sum(plan.lengths) <= most
-        assert sum(len(rows.pending) - 1 for rows in plan.requests) < 16  # the prefill chunk
+        assert sum(len(rows.pending) - 1 for rows in plan.requests) < chunk
         prefills = {len(rows.pending) > 1 for rows in plan.requests}
         mixed += len(prefills) > 1
         return launch(plan, cache)
