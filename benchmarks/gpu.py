@@ -12,6 +12,7 @@ import argparse
 import json
 import traceback
 from collections.abc import Callable, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -59,9 +60,8 @@ def demo(**arguments: Any) -> lookfar.LM:
     return lookfar.load("demo", device="cuda", **{"dtype": "bfloat16", "max_batch": 1} | arguments)
 
 
-def prompts(lm: lookfar.LM, each: int) -> list[list[int]]:
-    """Return the first prompts of MT-bench, and as many of HumanEval."""
-    suites = ("mt_bench", "humaneval")
+def prompts(lm: lookfar.LM, each: int, suites: Seq[str] = ("mt_bench", "humaneval")) -> list[list[int]]:
+    """Return the first prompts of each suite."""
     return [prompt for suite in suites for prompt in read_prompts(lm, options.data / f"{suite}.jsonl", each)]
 
 
@@ -327,29 +327,48 @@ def batches() -> None:
         )
 
 
+def at_once(lm: lookfar.LM, texts: list[list[int]], size: int, **arguments: Any) -> Tokens:
+    """Decode texts as requests of their own, `size` at a time, each with a seed of its own if it is sampled."""
+    lm.forget()
+
+    def decode(number: int) -> list[int]:
+        seeded = {"seed": number} if arguments.get("do_sample") else {}
+        return lm.generate(texts[number], max_new_tokens=256, **seeded, **arguments).token_ids
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(decode, range(len(texts))))
+
+
 def exact() -> None:
-    """`exact=True`: outputs that differ from those without speculation in the same mode, and the cost of the mode."""
-    usual = demo(compile=True)
-    texts = prompts(usual, 50)
-    run_all(usual, texts[:4] + texts[50:54], 256)
-    normal = run_all(usual, texts, 256)
-    del usual
-    lm = demo(compile=True, exact=True)
-    run_all(lm, texts[:2] + texts[50:52], 256)
-    auto = run_all(lm, texts, 256)
-    none = run_all(lm, texts, 256, strategy="none")
-    differences(lm, "exact=True, none / auto", texts, tokens_of(none), tokens_of(auto))
-    differences(lm, "auto / auto with exact=True", texts, tokens_of(normal), tokens_of(auto))
-    batch = demo(compile=True, exact=True, max_batch=8)
-    together = batch.generate(texts[:24] + texts[50:74], max_new_tokens=256)
-    differences(
-        lm,
-        "exact=True, none alone / auto in batches of 8",
-        texts[:24] + texts[50:74],
-        tokens_of(none[:24] + none[50:74]),
-        tokens_of(together),
-    )
-    report(auto=rate(normal), auto_exact=rate(auto), none_exact=rate(none), cost=rate(normal) / rate(auto) - 1)
+    """bfloat16: outputs that differ from plain decoding alone, with drafts and in batches, greedy and sampled."""
+    modes = {"greedy": {}, "temperature 0.9": {"do_sample": True, "temperature": 0.9, "top_k": 0}}
+    plain: dict[str, Tokens] = {}
+    for size in (1, 8, 32):
+        lm = demo(compile=True, max_batch=size)
+        texts = prompts(lm, 20, ("mt_bench", "humaneval", "gsm8k"))
+        for name, sampling in modes.items():
+            for strategy in ("none", "auto"):
+                found = at_once(lm, texts, size, strategy=strategy, **sampling)
+                expected = plain.setdefault(name, found)
+                if found is not expected:
+                    what = f"{name}, none alone / {strategy} in batches of {size}"
+                    differences(lm, what, texts, expected, found)
+
+
+def exact_cost() -> None:
+    """Tokens per second of the default mode and with `exact=False`, alternately."""
+    lms = {"exact": demo(compile=True), "exact=False": demo(compile=True, exact=False)}
+    texts = prompts(lms["exact"], 7, ("mt_bench", "humaneval", "gsm8k"))
+    rates: dict[tuple[str, str], list[float]] = {}
+    for turn in range(3):
+        for strategy in ("none", "auto"):
+            for mode, lm in lms.items():
+                done = run_all(lm, texts, 256 if turn else 64, strategy=strategy)
+                if turn:  # the first one captures
+                    rates.setdefault((strategy, mode), []).append(rate(done))
+    for strategy in ("none", "auto"):
+        usual, other = (median(rates[strategy, mode]) for mode in lms)
+        report(strategy=strategy, exact=usual, not_exact=other, cost=other / usual - 1)
 
 
 def same_as_generate() -> None:
@@ -389,6 +408,7 @@ SECTIONS = {
     "sampled": sampled,
     "batches": batches,
     "exact": exact,
+    "exact_cost": exact_cost,
     "alone": alone_and_in_a_batch,
 }
 

@@ -59,8 +59,9 @@ class LM:
     `strategy` is "auto" by default: every source of drafts that pays, with as many rows a step as were measured to pay
     on this machine (`budget="auto"`). `pack` keeps a packed copy of the linear weights for faster steps; by default on
     a CPU in float32, if memory allows. On a CUDA device steps run as CUDA graphs where the model allows it
-    (`cuda_graphs=None`); `compile` also runs its layers through `torch.compile`, and `exact` makes the text bit-for-bit
-    independent of the drafts, in half precision too (docs/gpu.md). `store` is a file of past texts to draft from; with
+    (`cuda_graphs=None`); `compile` also runs its layers through `torch.compile`. There, in half precision, `exact`
+    makes the text bit-for-bit independent of drafts and batches: by default where the model allows it (docs/gpu.md);
+    True makes its absence an error. `store` is a file of past texts to draft from; with
     `remember`, answers are kept for drafting later ones, in this process. The model is put into evaluation mode and
     otherwise left as it is. An LM can be used from several threads: their requests share steps.
     """
@@ -75,7 +76,7 @@ class LM:
         pack: bool | None = None,
         cuda_graphs: bool | None = None,
         compile: bool = False,
-        exact: bool = False,
+        exact: bool | None = None,
         store: str | os.PathLike[str] | None = None,
         remember: bool = True,
         max_batch: int = 8,

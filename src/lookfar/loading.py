@@ -23,7 +23,7 @@ def load(
     pack: bool | None = None,
     cuda_graphs: bool | None = None,
     compile: bool = False,
-    exact: bool = False,
+    exact: bool | None = None,
     store: str | os.PathLike[str] | None = None,
     remember: bool = True,
     max_batch: int = 8,

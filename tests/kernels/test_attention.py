@@ -11,9 +11,12 @@ from lookfar.core.arrays import Int32s
 from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.tree import DraftTree
 from lookfar.kernels import reference
-from lookfar.kernels.attention import MIDDLE, SMALL, attend, chunks_for
+from lookfar.kernels.attention import CHUNK, MIDDLE, SMALL, attend, chunks_for
 from lookfar.kernels.gemv import gemv
+from lookfar.kernels.in_order_linear import TILES, in_order_linear
 from lookfar.kernels.kv_move import KVMover, write_rows
+from lookfar.kernels.linear_op import linear
+from lookfar.kernels.row_sum import row_sums
 from lookfar.kernels.row_table import MAX_PATH, WIDTH, RowTable, max_tiles, step_arrays
 from lookfar.kernels.topk import top_k
 from lookfar.kvcache.slots import SlotKVCache
@@ -70,13 +73,13 @@ HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # the interpreter k
         (torch.float32, 4, 2, (8, 24), [300, 97, 5], [20, 31, 2], {"window": 40, "softcap": 5.0, "sinks": True}),
         (torch.float32, 1, 2, (80, 80), [390], [5], {"chunk": 64}),
         (torch.float32, 71, 1, (16, 16), [300], [20], {}),  # more query heads than a tile has room for
-        (torch.float32, 2, 1, (16, 16), [200], [80], {"window": 100}),  # more rows than the small chunks are for
+        (torch.float32, 2, 1, (16, 16), [200], [80], {"window": 100}),
         (torch.float32, 2, 1, (16, 16), [124], [30], {}),  # rows of one tile whose far keys end at different places
         (torch.float32, 2, 1, (16, 16), [2900], [4], {"positions": 3000}),  # chunks of two sizes
-        (torch.float32, 1, 1, (16, 16), [10_000], [2], {"positions": 10_100}),  # and of three
+        (torch.float32, 1, 1, (16, 16), [6000], [2], {"positions": 6100}),  # and of three
         (torch.float32, 2, 1, (128, 128), [300], [9], {}),  # wide rows, taken in smaller blocks
         (HALF, 2, 1, (192, 256), [300], [9], {}),
-        (HALF, 4, 1, (32, 32), [600], [58], {"positions": 700}),  # 64 rows have chunks of their own
+        (HALF, 4, 1, (32, 32), [600], [58], {"positions": 700}),
         (HALF, 4, 2, (64, 64), [300, 97, 5], [20, 31, 2], {"sinks": True}),
     ],
 )
@@ -107,13 +110,12 @@ def test_kernels_and_references_agree(
     assert not found[0, used:].any()  # padding
 
 
-@pytest.mark.parametrize("chunk", [128, 1024])
-def test_chunks_cover_every_key_once(chunk: int) -> None:
-    sizes = [chunk] * SMALL.value + [2 * chunk] * MIDDLE.value + [8 * chunk] * 10
+def test_chunks_cover_every_key_once() -> None:
+    sizes = [CHUNK] * SMALL.value + [2 * CHUNK] * MIDDLE.value + [8 * CHUNK] * 10
     for keys in range(1, sum(sizes), 331):
         ends = np.cumsum(sizes)
-        assert chunks_for(keys, chunk) == int(np.searchsorted(ends, keys)) + 1
-    assert chunks_for(0, chunk) == 0
+        assert chunks_for(keys) == int(np.searchsorted(ends, keys)) + 1
+    assert chunks_for(0) == 0
 
 
 def test_the_reference_attends_like_torch() -> None:
@@ -164,6 +166,20 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_lies_beside_it(cached: int) 
     assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("cached", [40, 700])
+def test_a_row_is_the_same_to_the_last_bit_in_steps_of_any_size(cached: int) -> None:
+    sizes = (1, 2, 64, 130)
+    plans = [RequestPlan(np.zeros(1, np.int64), cached, tree=random_tree(rows - 1, rows)) for rows in sizes]
+    query, keys, values, _ = tensors(plans[:1], max(sizes), 3, 1, 64, 64, HALF, cached + max(sizes))
+    found = []
+    for plan, rows in zip(plans, sizes, strict=True):
+        tables = np.zeros((1, rows + max_tiles(rows, 1), WIDTH), np.int32)
+        RowTable(step_arrays(np.zeros((4, rows), np.int64), tables, [(0, 0)]), cached).fill(StepPlan([plan]), [0])
+        table = torch.from_numpy(tables)[:, None].to(DEVICE)
+        found.append(attend(query[:, :, :rows], keys, values, table, None, 0.125, 0.0)[0, 0])
+    assert all(torch.equal(found[0], other) for other in found)
+
+
 @pytest.mark.parametrize("vocabulary", [30, 5000, 49152])
 @pytest.mark.parametrize("top", [0, 8, 24])
 def test_the_best_tokens(vocabulary: int, top: int) -> None:
@@ -189,6 +205,45 @@ def test_one_row_times_a_matrix(outputs: int, inputs: int, with_bias: bool) -> N
     assert found.shape == (1, 1, outputs)
     assert found.dtype == HALF
     assert torch.allclose(found.double(), expected, rtol=LAST_BITS[HALF], atol=LAST_BITS[HALF])
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 512), (70, 300)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_in_order(outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool) -> None:
+    rng, most = torch.Generator().manual_seed(0), 2 * max(tiles.rows for tiles in TILES.values()) + 1
+    x, weight, bias = (
+        torch.randn(*shape, generator=rng).to(DEVICE, dtype)
+        for shape in ((most, inputs), (outputs, inputs), (outputs,))
+    )
+    given = bias if with_bias else None
+    found = in_order_linear(x, weight, given)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double() if with_bias else None)
+    assert found.dtype == dtype
+    error = (found.double() - expected).abs().max() / expected.abs().max()
+    assert error < LAST_BITS[dtype]
+    for rows in (1, 2, 17, 65):
+        part = in_order_linear(x[:rows], weight, given)
+        # NumPy, with which the interpreter multiplies, has an order of its own for each size of a tile.
+        assert torch.equal(part, found[:rows]) if DEVICE != "cpu" else torch.allclose(part, found[:rows], atol=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("outputs", "inputs"), [(576, 1536), (4096, 14336)])  # libraries split the sums of the second
+def test_a_linear_layer_has_the_same_bits_for_all_numbers_of_rows(outputs: int, inputs: int) -> None:
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    x, weight = (torch.randn(n, inputs, generator=rng, device=DEVICE, dtype=HALF) for n in (512, outputs))
+    expected = in_order_linear(x, weight, None)
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+        assert torch.equal(linear(x[None, :rows], weight, None, exact=True)[0], expected[:rows])
+
+
+@pytest.mark.parametrize("width", [576, 1024, 7])
+def test_sums_of_rows(width: int) -> None:
+    x = torch.randn(2, 9, width, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found = row_sums(x, 1 / width)
+    assert torch.allclose(found, x.mean(-1), atol=1e-6)
+    assert torch.equal(row_sums(x[:1, :1], 1 / width), found[:1, :1])
 
 
 def test_rows_are_written_and_moved_and_slots_copied() -> None:

@@ -12,7 +12,7 @@ from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.errors import ConfigError
 from lookfar.kernels import gemv as gemv_module
 from lookfar.kernels.attention_op import NAME
-from lookfar.kernels.gemv_op import MIN_INPUTS
+from lookfar.kernels.linear_op import MIN_INPUTS
 from lookfar.models.binding import BoundModel
 from lookfar.models.self_check import agree, branched_plan, one_slot
 from lookfar.runners.cuda_graph.compiled_layers import CompiledLayers

@@ -65,7 +65,7 @@ def bench(
     repetition_penalty: options.RepetitionPenalty = None,
     pack: options.Pack = None,
     compile: options.Compile = False,
-    exact: options.Exact = False,
+    exact: options.Exact = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     out: Out = Path("bench.json"),
@@ -137,7 +137,7 @@ def steps(
     ] = None,
     contexts: Annotated[str, typer.Option(help="Tokens before the step, joined by commas.")] = "128,512,2048",
     compile: options.Compile = False,
-    exact: options.Exact = False,
+    exact: options.Exact = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     html: Html = None,
@@ -174,7 +174,7 @@ def steps(
     )
 
 
-def _random_lm(shape: str, device: str | None, dtype: str | None, compile: bool, exact: bool) -> LM:
+def _random_lm(shape: str, device: str | None, dtype: str | None, compile: bool, exact: bool | None) -> LM:
     import torch
 
     from lookfar.bench.steps import random_model

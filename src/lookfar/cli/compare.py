@@ -31,7 +31,7 @@ def compare(
     store: options.StoreFile = None,
     pack: options.Pack = None,
     compile: options.Compile = False,
-    exact: options.Exact = False,
+    exact: options.Exact = None,
     max_new_tokens: options.MaxNewTokens = 128,
     max_length: options.MaxLength = None,
     temperature: options.Temperature = None,
@@ -146,5 +146,5 @@ def _show(lm: LM, record: dict[str, Any], base: Completion, fast: Completion, na
         out.print(f"[bold red]Different[/] from token {where['token']} on, {record['speed_up']:.2f}× the speed.")
         out.print(
             f"The two highest logits there are {where['margin']:.4f} apart: in half precision a near-tie can flip with "
-            "the number of rows; run with --dtype float32, or on a GPU with --exact, to rule out other causes."
+            "the number of rows; run with --dtype float32, or on a GPU without --no-exact, to rule out other causes."
         )

@@ -18,7 +18,7 @@ def generate(
     store: options.StoreFile = None,
     pack: options.Pack = None,
     compile: options.Compile = False,
-    exact: options.Exact = False,
+    exact: options.Exact = None,
     max_new_tokens: options.MaxNewTokens = 128,
     max_length: options.MaxLength = None,
     temperature: options.Temperature = None,

@@ -44,8 +44,12 @@ Compile = Annotated[
     bool, typer.Option("--compile", help="On a GPU: run the layers through torch.compile (20 seconds the first time).")
 ]
 Exact = Annotated[
-    bool,
-    typer.Option("--exact", help="On a GPU: text that does not depend on the drafts, bit for bit, in bfloat16 too."),
+    bool | None,
+    typer.Option(
+        "--exact/--no-exact",
+        help="On a GPU in half precision: text that does not depend on drafts and batches, bit for bit. "
+        "By default where the model allows it.",
+    ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Stop after this many tokens.")]
 MaxLength = Annotated[int | None, typer.Option(help="The most tokens of a text, prompt included.")]
@@ -132,7 +136,7 @@ class ModelOptions:
     store: Path | None = None
     pack: bool | None = None
     compile: bool = False
-    exact: bool = False
+    exact: bool | None = None
 
 
 def load_model(name: str, options: ModelOptions) -> LM:

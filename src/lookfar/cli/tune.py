@@ -30,7 +30,7 @@ def tune(
     max_new_tokens: options.MaxNewTokens = 128,
     pack: options.Pack = None,
     compile: options.Compile = False,
-    exact: options.Exact = False,
+    exact: options.Exact = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     dry_run: DryRun = False,

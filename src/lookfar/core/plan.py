@@ -30,7 +30,6 @@ class RunnerLimits:
     rows: int | None = None  # the most rows of all requests together; None: no limit
     depth: int | None = None  # the deepest draft tree; None: no limit
     padded: bool = True  # every request is padded to the widest; False: rows lie side by side
-    fixed_rows: bool = False  # every step that emits tokens computes `rows` rows, used or not
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,6 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.config = config or EngineConfig()
-        most = runner.limits.rows
-        if runner.limits.fixed_rows and most is not None and self.config.max_batch > most:
-            raise ConfigError(f"max_batch must be at most {most} with exact=True, not {self.config.max_batch}.")
         self.draft_state = draft_state or DraftState(runner.model.vocab_size)  # of requests without one of their own
         self.cache = runner.create_cache()
         self.scheduler = Scheduler(self.cache, self.config.max_batch, self.config.prefill_chunk)
@@ -81,9 +78,7 @@ class Engine:
             self.speculator.observe(walks, result)
             return self.scheduler.commit(batch, plan, walks, result)
         except BaseException as error:
-            # Bits computed again would differ, so exact steps are not retried.
-            retry = isinstance(error, Exception) and not self.runner.limits.fixed_rows
-            return self.scheduler.recover(batch, error, retry)
+            return self.scheduler.recover(batch, error, retry=isinstance(error, Exception))
 
     def add(self, request: Request, index: int = 0) -> int:
         """Add a request and return its handle; `index` is its place among the requests of one call."""
@@ -136,9 +131,8 @@ class Engine:
             save_refined_costs(self.runner, self.speculator.costs, self.speculator.experience)
 
     def widen(self, requests: int) -> None:
-        """Raise `max_batch` to at least `requests`, as far as the runner allows."""
-        most = self.runner.limits.rows if self.runner.limits.fixed_rows else None
-        self.scheduler.max_batch = max(self.scheduler.max_batch, min(requests, most or requests))
+        """Raise `max_batch` to at least `requests`."""
+        self.scheduler.max_batch = max(self.scheduler.max_batch, requests)
 
     @property
     def max_length(self) -> int | None:

@@ -22,8 +22,6 @@ def check_request(request: Request, runner: ModelRunner, max_length: int | None)
             + (" or raise max_length." if ours else ", the most that this model has positions for.")
         )
     _check_rows(request, runner)
-    if runner.limits.fixed_rows and request.kv.embeds is not None:
-        raise ConfigError("exact=True takes prompts as token ids, not as embeddings.")
 
 
 def _check_rows(request: Request, runner: ModelRunner) -> None:

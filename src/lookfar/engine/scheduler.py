@@ -178,8 +178,7 @@ class Scheduler:
         if start is None:
             return order, [1] * len(order)
         flat = not limits.padded and all(state.embeds is None for state in order)
-        if flat and not limits.fixed_rows and (limits.rows or 0) >= max(self.prefill_chunk, len(order)):
-            assert limits.rows is not None
+        if flat and limits.rows is not None and limits.rows >= len(order):
             chunks, left = [], min(self.prefill_chunk - 1, limits.rows - len(order))
             for state in order:
                 more = min(state.num_pending - 1, left)
@@ -189,8 +188,6 @@ class Scheduler:
         end, widest = start, 0
         while end < len(order) and order[end].num_pending > 1:
             widest = max(widest, min(order[end].num_pending, self.prefill_chunk))
-            if end > start and limits.fixed_rows:
-                break  # other rows beside a prefill would change the last bits of its KV
             if end > start and widest * (end - start + 1) > self.prefill_chunk:
                 break
             end += 1

@@ -4,8 +4,9 @@ Two kernels. The first attends from tiles of rows to the keys far behind all of 
 the keys are split over programs. The second attends, for each row alone, to the last 33 to 64 keys of its own path,
 gathered in their order, and combines both results.
 
-The boundary between the two, the blocks of keys, and the order in which blocks are added depend on the position of a
-row and on nothing else. The result of a row is therefore bit-for-bit independent of the other rows of the step.
+The boundary between the two, the blocks and chunks of keys, and the order in which they are added depend on the
+position of a row and on nothing else. The bits of a row are therefore independent of the other rows of a step and of
+their number.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lookfar.kernels.row_table import (
 CHUNK = 128  # keys of one program at the beginning of a text
 # The first chunks are small, so that short texts keep many programs busy; the next ones are twice as large and all
 # others eight times, because combining very many chunks would cost more than the keys.
-SMALL, MIDDLE = tl.constexpr(16), tl.constexpr(24)
+SMALL, MIDDLE = tl.constexpr(8), tl.constexpr(12)
 UNROLL = 4  # chunks fetched at once
 
 
@@ -269,15 +270,15 @@ def attend_near(  # type: ignore[no-untyped-def]
     tl.store(to, row_values / row_sum[:, None], fits)
 
 
-def chunks_for(keys: int, chunk: int) -> int:
+def chunks_for(keys: int) -> int:
     """Return the number of chunks of so many keys."""
     first, second = int(SMALL.value), int(MIDDLE.value)
-    small, middle = first * chunk, second * 2 * chunk
+    small, middle = first * CHUNK, second * 2 * CHUNK
     if keys <= small:
-        return -(-keys // chunk)
+        return -(-keys // CHUNK)
     if keys <= small + middle:
-        return first - (small - keys) // (2 * chunk)
-    return first + second - (small + middle - keys) // (8 * chunk)
+        return first - (small - keys) // (2 * CHUNK)
+    return first + second - (small + middle - keys) // (8 * CHUNK)
 
 
 def attend(
@@ -296,10 +297,8 @@ def attend(
     if query.stride(3) != 1:
         query = query.contiguous()
     out = torch.empty(1, rows, heads, v_dim, dtype=query.dtype, device=query.device)
-    # Many rows keep all programs busy without small chunks, and would need large buffers for them.
-    chunk = CHUNK if rows < 64 else 2 * CHUNK if rows == 64 else 8 * CHUNK
     far = max((keys.shape[2] - 1) // MAX_PATH - 1, 0) * MAX_PATH  # of a row that sees all positions
-    chunks = chunks_for(far, chunk)
+    chunks = chunks_for(far)
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     row_values = torch.empty(max(chunks, 1), rows, heads, v_dim, **floats)
     row_max, row_sum = torch.empty(2, max(chunks, 1), rows, heads, **floats)
@@ -312,7 +311,7 @@ def attend(
         "GROUP": group,
         "CAPPED": softcap > 0,
         "WIDTH": table.shape[-1],
-        "CHUNK": chunk,
+        "CHUNK": CHUNK,
         "MAX_PATH": MAX_PATH,
         "KV_LEN": KV_LEN,
         "WINDOW_START": WINDOW_START,
@@ -321,7 +320,7 @@ def attend(
     single = query.dtype == torch.float32
     wide = max(shape["K_PAD"], shape["V_PAD"]) * query.element_size() > 256
     if chunks:
-        tile = 16 if single or min(TILE_SIZE, rows) * group <= 16 else 64  # query heads × rows of one program
+        tile = 16 if single else 64  # query heads × rows of one program; another tile would give other bits
         parts = -(-min(TILE_SIZE, rows) * group // tile)
         tiles = table.shape[2] - rows
         attend_far[(tiles * parts, kv_heads, chunks)](

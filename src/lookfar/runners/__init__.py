@@ -12,7 +12,7 @@ from lookfar.runners.eager import EagerRunner
 
 
 def create_runner(
-    model: BoundModel, cuda_graphs: bool | None = None, compile: bool = False, exact: bool = False
+    model: BoundModel, cuda_graphs: bool | None = None, compile: bool = False, exact: bool | None = None
 ) -> ModelRunner:
     """Return a CUDA graph runner where one is available (`cuda_graphs=None`) or asked for, otherwise an eager one."""
     options = {"cuda_graphs": cuda_graphs, "compile": compile, "exact": exact}

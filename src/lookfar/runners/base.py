@@ -43,7 +43,10 @@ class ModelRunner(Protocol):
 
     model: BoundModel
     limits: RunnerLimits
-    name: str
+
+    @property
+    def name(self) -> str:
+        """How steps are run, in words."""
 
     def create_cache(self) -> SlotKVCache:
         """Create an empty KV cache that suits this runner."""

@@ -174,7 +174,7 @@ class RowBudget:
         silent = float(step.num_prefilling)
         count, rate = best_count(ranking.gains, ranking.owners, fed, table, -silent, padded)
         if beside < 0:
-            if (len(fed) == 1 or not padded) and not step.limits.fixed_rows:
+            if len(fed) == 1 or not padded:
                 before = int(fed.sum())
                 assert prices.costs is not None
                 count = prices.costs.explore(before + count, before, before + len(ranking.scores)) - before

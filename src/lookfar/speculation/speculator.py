@@ -63,8 +63,7 @@ class Speculator:
         requests = batch.requests
         self._step = step = self._decide(batch)
         if step.prefills:
-            chunks = zip(requests, batch.chunks, strict=True)
-            rows = [plan_pending(request, chunk, limits.fixed_rows) for request, chunk in chunks]
+            rows = [plan_pending(request, chunk) for request, chunk in zip(requests, batch.chunks, strict=True)]
         else:
             rows = plan_last_tokens(requests)
         if step.speculates:
@@ -189,13 +188,8 @@ def plan_last_tokens(requests: Seq[SpeculatedRequest]) -> list[RequestPlan]:
     return plans
 
 
-def plan_pending(request: SpeculatedRequest, chunk: int, last_token_alone: bool = False) -> RequestPlan:
-    """Plan the pending tokens of a request: a chunk of its prompt, or all of them, at the least the last token.
-
-    With `last_token_alone` the last token comes in a step of its own, which emits tokens and prefills nothing.
-    """
-    if last_token_alone:
-        chunk = min(chunk, max(request.num_pending - 1, 1))
+def plan_pending(request: SpeculatedRequest, chunk: int) -> RequestPlan:
+    """Plan the pending tokens of a request: a chunk of its prompt, or all of them, at the least the last token."""
     start = request.num_cached
     pending = np.array(request.ids[start : start + chunk], dtype=np.int64)
     predict = 0

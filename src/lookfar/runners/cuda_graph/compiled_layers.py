@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,15 +19,19 @@ from transformers import PreTrainedModel
 
 from lookfar.core.cache_dir import cache_dir
 from lookfar.errors import ConfigError
+from lookfar.kernels.row_sum_mode import RowSums
 from lookfar.models.packed_linear import forwards_replaced
 
 RECOMPILES = 32  # kinds of layers and steps that need code of their own
 
 
 class CompiledLayers:
-    """The compiled layers of a model. Calling it runs the whole model with them."""
+    """The compiled layers of a model. Calling it runs the whole model with them.
 
-    def __init__(self, model: PreTrainedModel, backend: str = "inductor") -> None:
+    With `exact` the bits of a row do not depend on the number of rows, outside of the layers too.
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: str = "inductor", exact: bool = False) -> None:
         _keep_on_disk()
         names = set(model._no_split_modules or ())
         numbered = [(layer, _number(layer)) for layer in model.modules() if type(layer).__name__ in names]
@@ -34,6 +39,7 @@ class CompiledLayers:
         if not self.layers:
             raise ConfigError(f"compile=True finds no repeated layers in {type(model).__name__}: remove it.")
         self.model = model
+        self._row_sums = RowSums() if exact else None
         self.select_layer: Callable[[int], None] = ignore_layer  # called before each layer
         run = {type(layer): torch.compile(type(layer).forward, dynamic=True, backend=backend) for layer in self.layers}
         self._forwards = [self._forward_of(n, layer, run[type(layer)]) for layer, n in numbered if n is not None]
@@ -41,14 +47,16 @@ class CompiledLayers:
     def _forward_of(self, number: int, layer: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.select_layer(number)
-            return run(layer, *args, **kwargs)
+            with self._row_sums.paused() if self._row_sums is not None else nullcontext():
+                return run(layer, *args, **kwargs)
 
         return forward
 
     def __call__(self, **arguments: Any) -> Any:
         """Run a forward pass of the whole model."""
         dynamic_index = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=RECOMPILES)
-        with forwards_replaced(self.layers, self._forwards), dynamic_index, warnings.catch_warnings():
+        replaced = forwards_replaced(self.layers, self._forwards)
+        with replaced, dynamic_index, warnings.catch_warnings(), self._row_sums or nullcontext():
             warnings.simplefilter("ignore")  # advice to round float32
             return self.model(**arguments)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from functools import cache
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ from transformers import Cache
 
 from lookfar.core.plan import StepPlan
 from lookfar.kernels import reference
+from lookfar.kernels.blas_library import CUBLASLT_ROWS, blas_library
 from lookfar.kernels.kv_write_op import write_kv
 from lookfar.kernels.row_table import (
     KV_POSITIONS,
@@ -31,8 +30,6 @@ from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel, FlatRows
 
 Forward = Callable[..., Any]
-
-CUBLASLT_ROWS = (32, 64)  # numbers of rows that cuBLASLt multiplies faster than cuBLAS
 
 
 class FlatWriter(Cache):
@@ -103,39 +100,9 @@ class FlatStep:
 
     def forward(self, forward: Forward) -> torch.Tensor:
         """Return the logits of all rows, [rows, vocabulary]."""
-        with _blas_library(self.rows) if self.on_gpu else nullcontext():
+        library = "cublaslt" if self.rows in CUBLASLT_ROWS else "cublas"
+        with blas_library(library) if self.on_gpu else nullcontext():
             return self.model.forward_flat(self.flat_rows, self.writer, forward)
-
-
-@contextmanager
-def _blas_library(rows: int) -> Iterator[None]:
-    """Multiply with the library that is faster for so many rows (measured on an H200, docs/benchmarks.md)."""
-    _silence_blas_notice()
-    usual = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt" if rows in CUBLASLT_ROWS else "cublas")
-    try:
-        yield
-    finally:
-        torch.backends.cuda.preferred_blas_library(usual)
-
-
-@cache
-def _silence_blas_notice() -> None:
-    """Trigger a notice of torch while standard error is closed.
-
-    torch prints once, past Python's warnings, that choosing a library is experimental. It would appear in the middle of
-    a program's output.
-    """
-    usual = torch.backends.cuda.preferred_blas_library()
-    with suppress(OSError), open(os.devnull, "w") as nowhere:
-        stderr = os.dup(2)
-        os.dup2(nowhere.fileno(), 2)
-        try:
-            torch.backends.cuda.preferred_blas_library("cublaslt")
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            torch.backends.cuda.preferred_blas_library(usual)
 
 
 def _split(block: torch.Tensor, shapes: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -17,17 +17,19 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lookfar.kernels.gemv_op import linear
+from lookfar.kernels.linear_op import linear
 
 
 class SingleLinear(nn.Linear):
     """A linear layer that belongs to no group."""
 
+    exact: bool
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.exact)
 
 
-class FusedHead(nn.Linear):
+class FusedHead(SingleLinear):
     """The first layer of a group: it multiplies for all and leaves the other results in `shared`."""
 
     shared: list[Any]  # the input, then the results of the layers that were not called yet
@@ -36,7 +38,8 @@ class FusedHead(nn.Linear):
     sizes: list[int]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts: Sequence[torch.Tensor] = torch.split(linear(x, self.fused_weight, self.fused_bias), self.sizes, -1)
+        product = linear(x, self.fused_weight, self.fused_bias, self.exact)
+        parts: Sequence[torch.Tensor] = torch.split(product, self.sizes, -1)
         self.shared.clear()
         self.shared.append(x)
         self.shared.extend(parts[1:])
@@ -88,9 +91,13 @@ class FusedGroup:
 
 
 class FusedLinears:
-    """The fused groups of a model, found in a forward pass that `run` makes."""
+    """The fused groups of a model, found in a forward pass that `run` makes.
 
-    def __init__(self, model: PreTrainedModel, run: Callable[[], Any]) -> None:
+    With `exact` the bits of a row do not depend on the number of rows.
+    """
+
+    def __init__(self, model: PreTrainedModel, run: Callable[[], Any], exact: bool = False) -> None:
+        self.exact = exact
         self.layers = _plain_layers(model)
         self.groups = [FusedGroup.of(layers) for layers in _find_groups(model, run)]
 
@@ -99,6 +106,7 @@ class FusedLinears:
         """Fuse the layers while the context is open; afterwards the model is as it was."""
         for layer in self.layers:
             layer.__class__ = SingleLinear
+            vars(layer)["exact"] = self.exact
         for group in self.groups:
             group.fuse()
         try:
@@ -108,6 +116,7 @@ class FusedLinears:
                 group.separate()
             for layer in self.layers:
                 layer.__class__ = nn.Linear
+                del vars(layer)["exact"]
 
 
 def _side_by_side(parameters: list[torch.Tensor]) -> torch.Tensor:

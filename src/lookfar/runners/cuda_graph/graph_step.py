@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -15,7 +16,8 @@ from lookfar.core.arrays import Ints
 from lookfar.core.plan import RowSampler, StepPlan
 from lookfar.kernels import reference
 from lookfar.kernels.attention_op import NAME
-from lookfar.kernels.row_table import MAX_PATH
+from lookfar.kernels.row_sum_mode import RowSums
+from lookfar.kernels.row_table import KV_LEN, MAX_PATH, PREFIX_LEN, TREE_PATH, WINDOW_START
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
 from lookfar.runners.base import StepResult
@@ -71,7 +73,8 @@ class GraphStep(FlatStep):
         layers = self.layers
         with self.model.attending(NAME), self.model.experts(layers.experts), layers.fused.in_use():
             if layers.compiled is None:
-                return self.forward(self.model.model.forward)
+                with RowSums() if layers.fused.exact else nullcontext():
+                    return self.forward(self.model.model.forward)
             layers.compiled.select_layer = self.writer.select_layer
             return self.forward(layers.compiled)
 
@@ -105,6 +108,17 @@ class GraphStep(FlatStep):
 
         logits, replay = capture_graph(step, pool)
         self._graphs[k] = logits, results, replay
+
+    def probe(self, k: int) -> torch.Tensor:
+        """Return the bits of the logits of a captured step in which every row is token 0 and sees itself alone."""
+        self.clear()
+        self.host_moves[:] = -1
+        table = self.table.arrays.tables[:, : self.rows]
+        table[..., KV_LEN], table[..., PREFIX_LEN], table[..., WINDOW_START] = 1, 0, 0
+        table[..., TREE_PATH] = self.table.spare  # where padding writes its keys and values
+        self.launch(k)
+        torch.cuda.current_stream(self.device.device).synchronize()  # the host will fill in another step
+        return self.logits.view(torch.int16 if self.logits.element_size() == 2 else torch.int32)
 
     def sampler_for(self, k: int, sampler: RowSampler, pool: Any) -> tuple[GraphSampler | None, bool]:
         """Return the graph that samples behind this step, and whether it was captured just now."""

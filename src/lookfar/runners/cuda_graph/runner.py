@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from lookfar.core.plan import RequestPlan, RunnerLimits, StepPlan
+from lookfar.core.plan import RunnerLimits, StepPlan
 from lookfar.core.progress import progress_bar
 from lookfar.errors import CapacityError, ConfigError, LookfarWarning, ModelError, first_sentence
 from lookfar.kernels.attention_op import NAME
+from lookfar.kernels.linear_op import HALF_TYPES
 from lookfar.kernels.row_table import MAX_PATH
 from lookfar.kvcache.slots import SlotKVCache, exact_size
 from lookfar.models.binding import BoundModel
@@ -31,27 +34,24 @@ from lookfar.runners.eager import EagerRunner
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows of captured steps; a step uses the next larger one
 SIZE_OF = [next(size for size in SIZES if size >= rows) for rows in range(SIZES[-1] + 1)]
 BATCHES = (1, 4, 16, 64, 512)  # requests that a captured step has room for; unused room costs little
-FIXED_ROWS = 64
 MOVED = "The model's weights were moved while this request was running: send it again."
+CHECKED = (1, 16, 64, SIZES[-1])  # rows of the steps that are compared at load; every graph is, when it is captured
+DEPENDENT = "the bits of a row depend on the other rows"
 SAMPLED_BYTES = 64 << 20  # larger scores are sampled by the host, row by row as needed
 
 
 class CudaGraphRunner:
     """Runs flat steps as CUDA graphs, captured on first use; steps that do not fit run eagerly.
 
-    `exact` gives every step that emits tokens the same number of rows. Without a GPU the same steps run uncaptured.
+    `exact` makes the bits of a row independent of the other rows of a step and of their number; None: in half precision
+    on a GPU, where the model allows it. Without a GPU the same steps run uncaptured.
     """
 
-    def __init__(self, model: BoundModel, exact: bool = False, compile: bool = False) -> None:
+    def __init__(self, model: BoundModel, exact: bool | None = None, compile: bool = False) -> None:
         self.model = model
-        self.exact = exact
+        self.asked_for = exact
         self.eager = EagerRunner(model)
-        self.name = " ".join(
-            word for word, true in {"cuda graphs": True, "compiled": compile, "exact": exact}.items() if true
-        )
-        self.limits = self._own_limits = RunnerLimits(
-            FIXED_ROWS if exact else SIZES[-1], MAX_PATH, padded=False, fixed_rows=exact
-        )
+        self.limits = self._own_limits = RunnerLimits(SIZES[-1], MAX_PATH, padded=False)
         self.compile = compile
         self.layers = self._layer_options()
         self.position_bytes = 0  # of one KV position in all layers
@@ -62,6 +62,7 @@ class CudaGraphRunner:
         self._fingerprint = ModelFingerprint.of(model.model)  # when the layers were fused
         self._generation = -1  # of the KV buffers that the captured steps use
         self._steps: dict[tuple[int, int], GraphStep] = {}
+        self._first: tuple[GraphStep, int] | None = None  # the first captured step, with its number of predictions
         self._pool: Any = None
         self._mover: Any = None
 
@@ -80,22 +81,48 @@ class CudaGraphRunner:
                 return "its attention does not go through transformers' attention interface"
             self.position_bytes = cache.nbytes // (CAPACITY + 1)
             if self._captures:
-                self.layers.fused = FusedLinears(self.model.model, lambda: run_flat(self.model, plan, cache))
-            if self.exact and not rows_are_independent(self.model, FIXED_ROWS):
-                return "a row's result depends on the other rows"
+                run = partial(run_flat, self.model, plan, cache)
+                self.layers.fused = FusedLinears(self.model.model, run, self.exact)
+            if self.exact and not rows_are_independent(self.model, replace(self.layers, compiled=None), CHECKED):
+                if self.asked_for:
+                    return DEPENDENT
+                self._not_exact()
         self._embedding = self.model.model.get_input_embeddings().weight
         self._address = self._embedding.data_ptr()
         self._fingerprint = ModelFingerprint.of(self.model.model)
         return ""
 
+    @property
+    def exact(self) -> bool:
+        """Whether the bits of a row depend on nothing but its text."""
+        return self.layers.fused.exact
+
+    @property
+    def name(self) -> str:
+        words = {"cuda graphs": True, "compiled": self.compile, "exact": self.exact}
+        return " ".join(word for word, is_so in words.items() if is_so)
+
+    def _not_exact(self) -> None:
+        """Run as with `exact=False`, with a warning; an error if exactness was asked for."""
+        if self.asked_for:
+            raise ModelError(f"exact=True is unavailable for this model: {DEPENDENT}.")
+        self.layers.fused.exact = False
+        name, precision = self.model.support.model_type, str(self.model.model.dtype).removeprefix("torch.")
+        message = f"{DEPENDENT}, so drafts and batches can change a text where two tokens are about equally likely"
+        advice = "exact=False turns this warning off"
+        warnings.warn(f"{name} is not exact in {precision}: {message} ({advice}).", LookfarWarning, stacklevel=2)
+
     def _layer_options(self) -> LayerOptions:
+        exact = self.asked_for
+        if exact is None:
+            exact = self.model.device.type == "cuda" and self.model.model.dtype in HALF_TYPES
         model, compiled = self.model.model, None
         if self.compile and computes_weights(model):
             message = "its layers compute their weights (pruning, parametrisation), which torch.compile follows badly"
             warnings.warn(f"{self.model.support.model_type} runs uncompiled: {message}.", LookfarWarning, stacklevel=2)
         elif self.compile:
-            compiled = CompiledLayers(model)
-        return LayerOptions(FusedLinears(model, lambda: None), compiled)
+            compiled = CompiledLayers(model, exact=exact)
+        return LayerOptions(FusedLinears(model, lambda: None, exact), compiled)
 
     def create_cache(self) -> SlotKVCache:
         return SlotKVCache(sizing=self._size_cache if self._captures else exact_size)
@@ -113,7 +140,7 @@ class CudaGraphRunner:
         reason = (why_no_graphs(self.model) if self._captures else "") or self.why_unavailable()
         if not reason:
             self._works, self.limits = True, self._own_limits
-        elif self.exact:
+        elif self.asked_for:
             raise ModelError(f"exact=True is unavailable for the model as it was changed: {reason}.")
         else:
             self._fingerprint = ModelFingerprint.of(self.model.model)
@@ -130,10 +157,11 @@ class CudaGraphRunner:
         """Estimate the buffers of the largest step: logits, twice, and attention sums over chunks of keys."""
         config = self.model.model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_attention_heads", 1) * (getattr(config, "head_dim", None) or 128)
-        return SIZES[-1] * (10 * self.model.vocab_size + 4 * heads * (2 + length // 1024))
+        return SIZES[-1] * (10 * self.model.vocab_size + 4 * heads * (17 + length // 1024))
 
     def _drop_graphs(self) -> None:
         self._steps.clear()
+        self._first = None
         self._mover = self._pool = None
         self._generation = -1
         if self.layers.compiled is not None:
@@ -151,13 +179,13 @@ class CudaGraphRunner:
         if self._works and self._embedding.data_ptr() != self._address:
             raise ModelError(MOVED)
         given = any(rows.embeds is not None for rows in plan.requests)
-        fits = self._works and not given and sum(plan.lengths) <= self._max_rows(plan)
+        fits = self._works and not given and sum(plan.lengths) <= SIZES[-1]
         step, captured = self._step_for(plan, cache, k) if fits else (None, False)
         if step is None or not step.fill(plan):
-            if self.exact:
+            if self.asked_for:
                 raise ConfigError(
-                    f"exact=True takes token ids, and {FIXED_ROWS} rows a step in trees of depth {MAX_PATH} at most: "
-                    "lower the row budget."
+                    f"exact=True takes token ids, and {SIZES[-1]} rows a step in trees of depth {MAX_PATH} at most: "
+                    "lower max_batch or the row budget."
                 )
             return self.eager.launch(plan, cache)
         step.launch(k)
@@ -178,26 +206,19 @@ class CudaGraphRunner:
         with _on(self.model.device):
             return step.sampler_for(k, samplers[0], self._pool)
 
-    def _max_rows(self, plan: StepPlan) -> int:
-        return FIXED_ROWS if self.exact and all(map(_is_complete, plan.requests)) else SIZES[-1]
-
-    def _size(self, plan: StepPlan) -> int:
-        most = self._max_rows(plan)
-        return most if most == FIXED_ROWS else SIZE_OF[sum(plan.lengths)]
-
     def _step_for(self, plan: StepPlan, cache: SlotKVCache, k: int) -> tuple[GraphStep | None, bool]:
         """Return the step of the right shape and whether it was captured just now; None if capturing fails."""
         if cache.buffers.generation != self._generation:
             self._drop_graphs()
             self._generation = cache.buffers.generation
-        rows = self._size(plan)
+        rows = SIZE_OF[sum(plan.lengths)]
         batch = min(next(size for size in BATCHES if size >= plan.batch), cache.slots, rows)
         step = self._steps.get((rows, batch))
         if step is not None and step.is_captured(k):
             return step, False
         try:
             with _on(self.model.device):
-                return self._capture(cache, rows, batch, k), True
+                step = self._capture(cache, rows, batch, k)
         except Exception as error:
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
             if not out_of_memory and self.layers.experts is None and self.model.has_experts:
@@ -207,6 +228,17 @@ class CudaGraphRunner:
                 return self._step_for(plan, cache, k)
             self._give_up(error, rows)
             return None, True
+        if step.on_gpu and self.exact:
+            self._check_bits(step, k)
+        return step, True
+
+    def _check_bits(self, step: GraphStep, k: int) -> None:
+        """Compare the bits of a new graph, in all rows, with those of the first one."""
+        self._first = self._first or (step, k)
+        with _on(self.model.device):
+            expected, found = self._first[0].probe(self._first[1])[:1], step.probe(k)
+            if not torch.equal(found, expected.expand_as(found)):
+                self._not_exact()
 
     def _give_up(self, error: Exception, rows: int) -> None:
         """Run eagerly from now on, with a warning; an error where eager steps would not do."""
@@ -214,7 +246,7 @@ class CudaGraphRunner:
             raise CapacityError(
                 f"There is no memory to capture steps of {rows} rows: lower max_batch, max_length or prefill_chunk."
             ) from error
-        if self.exact:
+        if self.asked_for:
             raise ModelError(f"exact=True needs CUDA graphs, which failed: {first_sentence(error)[:200]}.") from error
         self._run_eagerly(first_sentence(error)[:200])
 
@@ -245,10 +277,6 @@ class CudaGraphRunner:
             step.forward(self.model.model.forward)  # allocates the KV buffers
         self._mover = KVMover(cache.buffers.tensors())
         cache.copy_slot = self._mover.copy
-
-
-def _is_complete(rows: RequestPlan) -> bool:
-    return rows.complete
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
