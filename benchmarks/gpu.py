@@ -103,7 +103,7 @@ def steps() -> None:
                     runner.launch(plan, cache).result()
                     walls.append(1e3 * (perf_counter() - began))
                 found[rows] = median(walls)
-                step, _ = runner._step_for(plan, cache, plan.top_k)
+                step, _, _ = runner._step_for(runner._shape(plan, cache, plan.top_k), cache, shared=False)
                 assert step is not None
                 report(
                     mode=runner.name,
@@ -251,7 +251,7 @@ def sampled() -> None:
                 for place in seconds:
                     graph_step.WORTH_CAPTURING = usual if place == "graphs" else 1 << 30
                     if place == "host":
-                        for step in lm.engine.runner._steps.values():
+                        for step in lm.engine.runner._steps:
                             step._samplers.clear()
                     done = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **sampling)
                     if place == "graphs":  # the first run captures

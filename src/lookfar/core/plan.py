@@ -135,6 +135,7 @@ class StepPlan:
     def __init__(self, requests: Seq[RequestPlan], top_k: int = 0, logit_rows: Ints | None = None) -> None:
         self.requests = requests
         self.top_k = top_k  # how many of the most likely tokens to return for each row
+        self.shared = False  # whether other requests run or wait, so that nothing may stall the step
         self.lengths = [len(rows) for rows in requests]
         self.width = max(self.lengths)
         if logit_rows is not None:

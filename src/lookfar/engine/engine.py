@@ -74,6 +74,7 @@ class Engine:
             return self.scheduler.take_ended()
         try:
             plan = self.speculator.plan(batch, self.runner.limits)
+            plan.shared = self.scheduler.is_shared
             pending = self.runner.launch(plan, self.cache)
             self.speculator.learn()  # from the last step, while the device works
             result = pending.result()

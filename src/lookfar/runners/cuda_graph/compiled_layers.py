@@ -47,8 +47,11 @@ class CompiledLayers:
 
     def __call__(self, **arguments: Any) -> Any:
         """Run a forward pass of the whole model."""
-        dynamic_index = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=RECOMPILES)
-        with forwards_replaced(self.layers, self._forwards), dynamic_index, warnings.catch_warnings():
+        # The index of a layer is a variable. Other numbers are not: tracing them as variables fails, and starts again.
+        tracing = torch._dynamo.config.patch(
+            allow_unspec_int_on_nn_module=True, specialize_float=True, recompile_limit=RECOMPILES
+        )
+        with forwards_replaced(self.layers, self._forwards), tracing, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice to round float32
             return self.model(**arguments)
 

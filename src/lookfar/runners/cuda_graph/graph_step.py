@@ -47,6 +47,7 @@ class GraphStep(FlatStep):
         self.layers = layers
         self.logits = torch.empty(0)
         self.results = torch.empty(0)  # [rows, 1 + 2k] on the host
+        self.captured: set[int] = set()  # numbers of predictions
         self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, Callable[[], None]]] = {}  # by k
         self._uses: Counter[Hashable] = Counter()  # of samplers, by k and processors
         self._samplers: dict[Hashable, GraphSampler | None] = {}
@@ -85,9 +86,6 @@ class GraphStep(FlatStep):
             return
         self.logits, self.results, replay = self._graphs[k]
         replay()
-
-    def is_captured(self, k: int) -> bool:
-        return k in self._graphs or not self.on_gpu
 
     def capture(self, k: int, move: Callable[[torch.Tensor], None], pool: Any) -> None:
         """Capture a step of nothing but padding."""
@@ -144,7 +142,7 @@ class PendingGraphStep:
         starts = list(accumulate(plan.lengths, initial=0))
         each = [slice(start, start + length) for start, length in zip(starts, plan.lengths, strict=False)]
         chosen, ids = results[:, 0].astype(np.int64), results[:, 1 : 1 + k]
-        values = results[:, 1 + k :].view(np.float32)
+        values = results[:, (1 + results.shape[1]) // 2 :][:, :k].view(np.float32)  # there may be more than k
         sampled = self.sampler.sampled.numpy().astype(np.int64) if self.sampler is not None else None
 
         def logits(request: int, rows: Ints) -> torch.Tensor:
