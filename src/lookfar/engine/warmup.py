@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from lookfar.core.progress import progress_bar
+from lookfar.engine.costs import MEASURED_LENGTH
 from lookfar.engine.driver import Driver
 from lookfar.engine.engine import Engine, EngineConfig
 from lookfar.engine.request import Request, RequestState
@@ -57,7 +58,9 @@ def warmup_tasks(engine: Engine, examples: Seq[Request], requests: int, length: 
         engine.refresh()
     tasks = []
     if not engine.runner.limits.padded:
-        engine.cache.reserve(requests, length, most=max(requests, engine.scheduler.max_batch), keep=True)
+        positions = length + max((request.max_draft_rows for request in examples), default=0)
+        positions = max(positions, MEASURED_LENGTH)  # so that measuring does not replace the KV cache
+        engine.cache.reserve(requests, positions, most=max(requests, engine.scheduler.max_batch), keep=True)
     if engine.speculator.costs is None and any(engine.needs_costs(request) for request in examples):
         tasks.append(WarmupTask("Measuring the cost of a step (once for this model and machine)", engine.find_costs))
     for shape in engine.runner.missing(engine.cache, requests, _predictions(engine, examples)):
@@ -87,8 +90,7 @@ def rehearse(engine: Engine, examples: Seq[Request]) -> None:
     engine.is_rehearsed = True
     if engine.cache.order:
         return
-    costs = engine.speculator.costs
-    curve = CostCurve(costs.as_measured(), costs.stepped) if costs is not None else None
+    curve = CostCurve({1: 1.0, 8: 1.0, 16: 16.0}, stepped=not engine.runner.limits.padded)  # eight rows are worth it
     other = Engine(engine.runner, engine.config, _no_drafts(engine), curve)
     for request in examples:
         other.draft_state.store.add(request.prompt)  # there should be a past text to look into

@@ -32,10 +32,17 @@ class CapturedSteps:
     def __iter__(self) -> Iterator[GraphStep]:
         return iter(self.steps.values())
 
-    def find(self, shape: StepShape) -> GraphStep | None:
-        """Return the step of exactly this shape."""
+    def find(self, shape: StepShape) -> tuple[GraphStep, int] | None:
+        """Return the step of this shape, and its number of predictions.
+
+        Where a step is more than one row for each request, predictions that nobody asked for cost next to nothing.
+        """
         step = self.steps.get((shape.rows, shape.requests))
-        return step if step is not None and shape.predictions in step.captured else None
+        if step is None:
+            return None
+        if shape.predictions == 0 and shape.rows > shape.requests:
+            return step, min(step.captured)
+        return (step, shape.predictions) if shape.predictions in step.captured else None
 
     def larger(self, shape: StepShape) -> tuple[GraphStep, int] | None:
         """Return the smallest step that can run one of this shape, and its number of predictions."""

@@ -200,9 +200,9 @@ class CudaGraphRunner:
         A missing step is captured, or a larger one stands in while the engine is `shared`. None if capturing fails.
         """
         self._follow(cache)
-        step = self._steps.find(shape)
-        if step is not None:
-            return step, shape.predictions, True
+        found = self._steps.find(shape)
+        if found is not None:
+            return *found, True
         larger = self._larger(shape)
         if larger is not None and shared and self._steps.should_wait(shape):
             return *larger, False
@@ -231,12 +231,13 @@ class CudaGraphRunner:
         if not self._works:
             return []
         self._follow(cache)
+        drafting = {min(k, self.model.vocab_size) for k in predictions if k} or {0}
         shapes: dict[StepShape, None] = {}  # ordered
         for rows in reversed(SIZES):
             for batch in range(1, min(requests, rows) + 1):
                 alone = SIZE_OF[batch] if not self.exact else FIXED_ROWS  # rows of a step without drafts
-                wanted = {min(k, self.model.vocab_size) for k in predictions} | ({0} if rows == alone else set())
-                shapes |= dict.fromkeys(_shape_of(rows, batch, cache, k) for k in sorted(wanted))
+                wanted = drafting | ({0} if rows == alone else set())
+                shapes |= dict.fromkeys(_shape_of(rows, batch, cache, k) for k in sorted(wanted, reverse=True))
         known = self._steps
         return [shape for shape in shapes if known.find(shape) is None and shape not in known.refused]
 
