@@ -1,4 +1,4 @@
-"""All measurements on a GPU in one run: steps, attention, speed, batches, exactness.
+"""All measurements on a GPU in one run: steps, attention, speed, batches, exactness, cold starts.
 
     python benchmarks/gpu.py --data DIR --out results.json
 
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from prompts import generate, read_prompts
+from start import measure as measure_starts
 
 import lookfar
 from lookfar.bench.differences import margin_after
@@ -379,6 +380,13 @@ def machine() -> None:
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__, transformers=transformers.__version__)
 
 
+def start() -> None:
+    """Seconds to the first token and until full speed, in processes of their own (benchmarks/start.py)."""
+    for compiled in (True, False):
+        for result in measure_starts("cuda", compiled, "bfloat16"):
+            report(**result)
+
+
 SECTIONS = {
     "machine": machine,
     "float32": same_as_generate,
@@ -390,6 +398,7 @@ SECTIONS = {
     "batches": batches,
     "exact": exact,
     "alone": alone_and_in_a_batch,
+    "start": start,
 }
 
 
