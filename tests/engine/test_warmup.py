@@ -50,10 +50,8 @@ print(len(known), sorted(compiled() - known))
 @pytest.mark.slow
 @pytest.mark.parametrize("make", ["LM", "flat_lm"])
 def test_all_host_code_is_compiled(make: str) -> None:
-    command, environment = (
-        [sys.executable, "-c", COMPILED, make],
-        os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    command = [sys.executable, "-c", COMPILED, make]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     count, left = done.stdout.split(maxsplit=1)
