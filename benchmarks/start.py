@@ -4,7 +4,8 @@
 
 First from an empty cache directory, then in a second process that finds what the first one kept; without and with
 `lm.warmup()`. All seconds count from the start of the process. Full speed is reached with the first of a row of equal
-requests from which on all take at most 1.2 times the median of the last ones.
+requests from which on all take at most 1.2 times the median of the last ones; START_REQUESTS and START_TOKENS set their
+number and length.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from time import perf_counter, time
 from typing import Any
 
 PROMPT = "Write a short story about a lighthouse keeper who finds a message in a bottle."
-NEW, REQUESTS, SLOWER = 32, 8, 1.2
+SLOWER = 1.2
+NEW, REQUESTS = (int(os.environ.get(name, usual)) for name, usual in (("START_TOKENS", 32), ("START_REQUESTS", 8)))
 
 
 def measure(device: str, compiled: bool, dtype: str | None = None) -> Iterator[dict[str, Any]]:
