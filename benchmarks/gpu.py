@@ -1,4 +1,4 @@
-"""All measurements on a GPU in one run: steps, attention, speed, batches, exactness.
+"""All measurements on a GPU in one run: steps, attention, speed, batches, exactness, cold starts.
 
     python benchmarks/gpu.py --data DIR --out results.json
 
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from prompts import generate, read_prompts
+from start import measure as measure_starts
 
 import lookfar
 from lookfar.bench.differences import margin_after
@@ -103,7 +104,7 @@ def steps() -> None:
                     runner.launch(plan, cache).result()
                     walls.append(1e3 * (perf_counter() - began))
                 found[rows] = median(walls)
-                step, _ = runner._step_for(plan, cache, plan.top_k)
+                step, _, _ = runner._step_for(runner._shape(plan, cache, plan.top_k), cache, shared=False)
                 assert step is not None
                 report(
                     mode=runner.name,
@@ -251,7 +252,7 @@ def sampled() -> None:
                 for place in seconds:
                     graph_step.WORTH_CAPTURING = usual if place == "graphs" else 1 << 30
                     if place == "host":
-                        for step in lm.engine.runner._steps.values():
+                        for step in lm.engine.runner._steps:
                             step._samplers.clear()
                     done = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **sampling)
                     if place == "graphs":  # the first run captures
@@ -398,6 +399,13 @@ def machine() -> None:
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__, transformers=transformers.__version__)
 
 
+def start() -> None:
+    """Seconds to the first token and until full speed, in processes of their own (benchmarks/start.py)."""
+    for compiled in (True, False):
+        for result in measure_starts("cuda", compiled, "bfloat16"):
+            report(**result)
+
+
 SECTIONS = {
     "machine": machine,
     "float32": same_as_generate,
@@ -410,6 +418,7 @@ SECTIONS = {
     "exact": exact,
     "exact_cost": exact_cost,
     "alone": alone_and_in_a_batch,
+    "start": start,
 }
 
 

@@ -20,6 +20,7 @@ from lookfar.engine.fallback import FallbackStream, decode_with_transformers
 from lookfar.engine.outputs import RequestResult, StepOutput
 from lookfar.engine.request import FinishReason, KVOptions, Request
 from lookfar.engine.stats import Stats
+from lookfar.engine.warmup import example_prompt, warm_up
 from lookfar.errors import LookfarWarning, ModelError, RequestError
 from lookfar.models.binding import BoundModel
 from lookfar.models.hooks import has_position_hooks
@@ -137,6 +138,19 @@ class LM:
         call (docs/generation.md, "Models that change").
         """
         self.driver.call(lambda: self.engine.refresh(everything=True))
+
+    def warmup(self, *, requests: int | None = None, length: int | None = None, sampling: bool = False) -> None:
+        """Do now what first requests would wait for: compile, capture CUDA graphs, pack weights, measure steps.
+
+        Up to `requests` at once (`max_batch`) will run at full speed, as long as no text has more than `length` tokens,
+        prompt included (1,024); with `sampling`, sampled ones too. Outputs, draft state and random generators stay as
+        they are. Requests of other threads run in between. What is done already is not done again.
+        """
+        if self.engine.runner.model.support.reason or self.why_call_falls_back():
+            return
+        ids, kinds = example_prompt(self.engine), (False, True) if sampling else (False,)
+        examples = [self.requests(ids, max_new_tokens=len(ids), do_sample=kind, seed=0)[0][0] for kind in kinds]
+        warm_up(self.driver, examples, requests or self.engine.scheduler.max_batch, length)
 
     @overload
     def generate(
@@ -272,7 +286,11 @@ class LM:
         noise, results = noise_of(requests), {}
         try:
             if ours:
-                results = self._run_engine(ours, on_step)
+                submission = self.driver.submit(ours, stream=on_step is not None)
+                try:
+                    results = submission.results(on_step)
+                finally:
+                    submission.cancel()
             for i, request in others.items():
                 results[i] = decode_with_transformers(self.model, request, i, on_step or (lambda _: None))
         finally:
@@ -280,20 +298,6 @@ class LM:
                 done = len(results) == len(requests)
                 noise.finish(max(len(result.token_ids) for result in results.values()) if done else None)
         return [results[i] for i in range(len(requests))]
-
-    def _run_engine(self, requests: dict[int, Request], on_step: OnStep | None) -> dict[int, RequestResult]:
-        submission = self.driver.submit(requests, stream=on_step is not None)
-        try:
-            if on_step is None:
-                return submission.results()
-            results = {}
-            for output in submission:
-                on_step(output)
-                if output.result is not None:
-                    results[output.index] = output.result
-            return results
-        finally:
-            submission.cancel()
 
     def _split(self, requests: list[Request]) -> tuple[dict[int, Request], dict[int, Request]]:
         """Return the requests that the engine can take and those for the fallback, by index."""

@@ -116,6 +116,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     typed: Any, lm: LM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     steps: list[int] = []
+    lm.warmup(requests=1)
     forward = lm.engine.runner.model.forward
 
     def interrupted(*arguments: Any) -> torch.Tensor:

@@ -84,6 +84,8 @@ class Benchmark:
         done = {run.key: run for run in results.runs}
         saved = perf_counter()
         calls = list(self._calls())
+        if len(done) < len(calls) * len(self.methods):
+            self.lm.warmup(requests=max(self.batches), sampling=bool(self.sampling))
         with progress_bar("Measuring", len(calls) * len(self.methods)) as advance:
             try:
                 for number, call in enumerate(calls):

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from lookfar.bench import plots
+from lookfar.bench.curve import HEADINGS, NO_CURVE, CurveCheck
 from lookfar.bench.plots import Axes
 from lookfar.core.progress import progress_bar
 from lookfar.engine.costs import tree_plan
@@ -142,8 +143,8 @@ def measure_steps(runner: ModelRunner, name: str, contexts: Seq[int] = CONTEXTS,
     return StepCosts(name, device, runner.name, found, weight_bytes(model.model), bandwidth(model.device))
 
 
-def steps_page(costs: StepCosts) -> str:
-    """Return a self-contained page with the curve and the table."""
+def steps_page(costs: StepCosts, curve: CurveCheck | None = None) -> str:
+    """Return a self-contained page with the curve, the table, and the cost curve in use."""
     series = {f"context {c}": [(float(r), ms) for r, ms in curve.items()] for c, curve in costs.milliseconds.items()}
     curves = list(costs.milliseconds.values())
     return render(
@@ -154,7 +155,11 @@ def steps_page(costs: StepCosts) -> str:
         floor=f"{costs.floor:.2f}",
         chart=Markup(plots.lines(f"A step of {costs.model}", series, Axes("rows", "ms", log=True))),
         contexts=list(costs.milliseconds),
-        rows=[[rows, *(f"{curve[rows]:.2f}" for curve in curves)] for rows in curves[0]],
+        rows=[[rows, *(f"{one[rows]:.2f}" for one in curves)] for rows in curves[0]],
+        headings=HEADINGS,
+        curve=curve.table() if curve is not None else [],
+        drift=f"{curve.drift:.2f}" if curve is not None else "",
+        no_curve=NO_CURVE,
     )
 
 

@@ -14,6 +14,7 @@ from lookfar.cli import options
 from lookfar.errors import ConfigError
 
 if TYPE_CHECKING:
+    from lookfar.bench.curve import CurveCheck
     from lookfar.bench.summary import Line
     from lookfar.lm import LM
 
@@ -143,7 +144,8 @@ def steps(
     html: Html = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure the milliseconds of a step with 1 to 256 rows, and how many rows are nearly free."""
+    """Measure the milliseconds of a step with 1 to 256 rows, and check the cost curve that is in use."""
+    from lookfar.bench.curve import check_curve
     from lookfar.bench.steps import measure_steps, steps_page
     from lookfar.loading import load
 
@@ -156,10 +158,11 @@ def steps(
     else:
         lm = load(str(model), device=device, dtype=dtype, compile=compile, exact=exact)
     found = measure_steps(lm.engine.runner, shape or str(model), lengths)
+    curve = check_curve(lm.engine.runner)
     if html is not None:
-        options.write_page(html, steps_page(found))
+        options.write_page(html, steps_page(found, curve))
     if as_json:
-        print(json.dumps(found.as_dict()))
+        print(json.dumps(found.as_dict() | {"cost_curve": curve.as_dict() if curve is not None else None}))
         return
     table = Table("rows", *(f"after {n} tokens" for n in found.milliseconds), box=None, header_style="bold")
     for rows in next(iter(found.milliseconds.values())):
@@ -172,6 +175,22 @@ def steps(
         f"[dim]{found.model}, {found.runner} on {found.device}. The floor is {found.floor:.2f} ms: "
         f"{found.weight_bytes / 1e9:.2f} GB of weights at {found.bandwidth / 1e9:.0f} GB/s, measured.[/]"
     )
+    _show_curve(curve, console)
+
+
+def _show_curve(curve: CurveCheck | None, console: Console) -> None:
+    """Print the cost curve in use next to fresh measurements."""
+    from lookfar.bench.curve import HEADINGS, NO_CURVE
+
+    if curve is None:
+        console.print(f"[dim]{NO_CURVE}[/]")
+        return
+    table = Table(*HEADINGS, box=None, header_style="bold", title="The cost curve in use, after 256 tokens")
+    for row in curve.table():
+        table.add_row(*row)
+    console.print()
+    console.print(table)
+    console.print(f"[dim]Steps are {curve.drift:.2f} times as slow as the curve says (drift).[/]")
 
 
 def _random_lm(shape: str, device: str | None, dtype: str | None, compile: bool, exact: bool | None) -> LM:

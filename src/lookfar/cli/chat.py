@@ -52,6 +52,9 @@ def chat(
     lm.chat_ids([{"role": "user", "content": "Hi"}])  # fails now if the model has no chat template
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  arrow keys and history while typing
+    with contextlib.suppress(KeyboardInterrupt):  # the first answer is only slower without it
+        lm.warmup(requests=1, length=4 * max_new_tokens, sampling=bool(sampling))
+    lm.driver.captures_when_idle = True
     talk = Conversation(lm, system, {"max_new_tokens": max_new_tokens, "budget": rows, **sampling}, chosen)
     talk.out.print("[dim]/help shows the commands; Ctrl-C stops an answer, Ctrl-D ends the chat.[/]")
     while True:

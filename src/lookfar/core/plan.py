@@ -153,6 +153,7 @@ class StepPlan:
         self.requests = requests
         self._trees = trees  # those of the requests, if they lie behind each other already
         self.top_k = top_k  # how many of the most likely tokens to return for each row
+        self.shared = False  # whether other requests run or wait, so that nothing may stall the step
         self.lengths = [len(rows) for rows in requests]
         self.width = max(self.lengths)
         if logit_rows is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ def known_costs(runner: ModelRunner, cache: SlotKVCache, most: int) -> KnownCost
 
     Captured steps belong to a KV cache, so they are measured on the engine's own, unless requests are using it.
     """
-    known = read_costs(costs_file(), machine_and_model(runner), not runner.limits.padded)
+    known = kept_costs(runner)
     if known is not None:
         return known
     with progress_bar("Measuring the cost of a step (once for this model and machine)"):
@@ -47,6 +47,11 @@ def known_costs(runner: ModelRunner, cache: SlotKVCache, most: int) -> KnownCost
     return KnownCosts(curve)
 
 
+def kept_costs(runner: ModelRunner) -> KnownCosts | None:
+    """Return the cost curve of a runner that the file holds, if any."""
+    return read_costs(costs_file(), machine_and_model(runner), not runner.limits.padded)
+
+
 def save_refined_costs(runner: ModelRunner, curve: CostCurve, experience: Mapping[int, Experience]) -> None:
     """Write the curve to the file once `REFINED_ENOUGH` real steps have refined it."""
     if curve.refined >= REFINED_ENOUGH:
@@ -54,16 +59,16 @@ def save_refined_costs(runner: ModelRunner, curve: CostCurve, experience: Mappin
         curve.refined = 0
 
 
-def measure_steps(runner: ModelRunner, cache: SlotKVCache, handle: int) -> CostCurve:
-    """Time steps with more and more rows, in the shape of a tree."""
+def measure_steps(runner: ModelRunner, cache: SlotKVCache, handle: int, sizes: Seq[int] = MEASURED_ROWS) -> CostCurve:
+    """Time steps of several numbers of rows, in the shape of a tree."""
     model = runner.model
     context = min(CONTEXT, (model.support.max_positions or CONTEXT) // 2)
 
     def step(rows: int) -> None:
         runner.launch(tree_plan(rows, context, model.vocab_size, handle), cache).result()
 
-    most = runner.limits.rows or MEASURED_ROWS[-1]
-    sizes = [rows for rows in MEASURED_ROWS if rows <= most]
+    most = runner.limits.rows or max(sizes)
+    sizes = [rows for rows in sizes if rows <= most]
     return measure_curve(step, sizes, stepped=not runner.limits.padded)
 
 

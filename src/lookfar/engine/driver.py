@@ -10,9 +10,10 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
-from queue import SimpleQueue
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from threading import Event, Thread, get_ident
-from typing import Any
+from typing import TypeVar
 from weakref import WeakSet, finalize, ref
 
 import torch
@@ -27,7 +28,10 @@ from lookfar.errors import LookfarError
 QUEUE_LIMIT = 64  # outputs of one request that wait for their reader
 CLOSE_SECONDS = 10.0  # to wait for the step that is under way when the driver is closed
 
+IDLE_SECONDS = 0.05  # without work before steps are captured that larger ones stood in for
+
 Message = Callable[[], None]
+Result = TypeVar("Result")
 _drivers: WeakSet[Driver] = WeakSet()
 
 
@@ -77,9 +81,15 @@ class Submission:
             raise output.error
         return output
 
-    def results(self) -> dict[int, RequestResult]:
-        """Wait for all requests and return their results by index."""
-        return {output.index: output.result for output in self if output.result is not None}
+    def results(self, on_step: Callable[[StepOutput], None] | None = None) -> dict[int, RequestResult]:
+        """Wait for all requests and return their results by index; `on_step` gets every output."""
+        results = {}
+        for output in self:
+            if on_step is not None:
+                on_step(output)
+            if output.result is not None:
+                results[output.index] = output.result
+        return results
 
     def cancel(self, wait: bool = True) -> None:
         """Cancel what is not finished; from any thread, any number of times. By default waits until it is done."""
@@ -115,6 +125,7 @@ class Driver:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.captures_when_idle = False  # for programs that use the model through this driver only
         self._inbox: SimpleQueue[Message | None] = SimpleQueue()  # of the present thread
         self._lock = fork_safe_lock()  # reentrant: a stream that is collected meanwhile posts its cancellation
         self._thread: Thread | None = None
@@ -159,19 +170,21 @@ class Driver:
         if wait and not self.is_current_thread:
             done.wait()
 
-    def call(self, function: Callable[[], Any]) -> None:
-        """Run a function in the driver's thread, between two steps, and wait for it."""
-        done = Event()
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Run a function in the driver's thread, between two steps; return its result or raise its error."""
+        if self.is_current_thread:
+            return function()
+        done: Future[Result] = Future()
 
         def run() -> None:
             try:
-                function()
-            finally:
-                done.set()
+                done.set_result(function())
+            except BaseException as error:
+                done.set_exception(error)
 
         self.post(run)
-        if not self.is_current_thread:
-            done.wait()
+        release_thread_pool()
+        return done.result()
 
     def post(self, message: Message) -> None:
         """Have a message handled in the driver's thread, between two steps."""
@@ -211,6 +224,15 @@ class Driver:
                 self._deliver(self.engine.abort(error))
             message = inbox.get()
         return False
+
+    def capture_when_idle(self) -> bool:
+        """Capture a step that was missing, while there is no work; returns whether there are more of them."""
+        if not self.captures_when_idle or self.engine.has_work:
+            return False
+        try:
+            return self.engine.capture_wanted()
+        except Exception:  # of a model that was changed meanwhile, for example: the next request will say so
+            return False
 
     def _step(self) -> None:
         self._deliver(self.engine.step())
@@ -253,9 +275,16 @@ def _drive(driver_of: ref[Driver], inbox: SimpleQueue[Message | None], before: T
     if before is not None:
         before.join()
     torch.set_grad_enabled(False)  # of this thread
+    patience = None
     while True:
         release_thread_pool()
-        message = inbox.get()
+        try:
+            message = inbox.get(timeout=patience)
+        except Empty:
+            driver = driver_of()
+            patience = IDLE_SECONDS if driver is not None and driver.capture_when_idle() else None
+            del driver
+            continue
         driver = driver_of()
         if driver is None or message is None:
             return
@@ -263,6 +292,7 @@ def _drive(driver_of: ref[Driver], inbox: SimpleQueue[Message | None], before: T
             torch.cuda.set_device(driver.engine.runner.model.device)
         if not driver.run(message, inbox):
             return
+        patience = IDLE_SECONDS if driver.captures_when_idle else None
         del driver, message
 
 

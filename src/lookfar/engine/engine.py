@@ -54,6 +54,7 @@ class Engine:
         self.cache = runner.create_cache()
         self.scheduler = Scheduler(self.cache, self.config.max_batch, self.config.prefill_chunk)
         self.speculator = Speculator(costs)
+        self.is_rehearsed = False  # whether a warm-up has decoded something with the model as it is
         self._handles = count()
 
     @property
@@ -71,6 +72,7 @@ class Engine:
             return self.scheduler.take_ended()
         try:
             plan = self.speculator.plan(batch, self.runner.limits)
+            plan.shared = self.scheduler.is_shared
             pending = self.runner.launch(plan, self.cache)
             self.speculator.learn()  # from the last step, while the device works
             result = pending.result()
@@ -88,10 +90,29 @@ class Engine:
         draft_state = request.draft_state or self.draft_state
         draft_state.fit(self.runner.model.vocab_size)
         state = RequestState(request, next(self._handles), index, draft_state)
-        if request.budget == "auto" and request.strategies and self.speculator.costs is None:
-            self.speculator.use_costs(known_costs(self.runner, self.cache, self.scheduler.max_batch))
+        if self.needs_costs(request):
+            self.find_costs()
         self.scheduler.add(state)
         return state.handle
+
+    def needs_costs(self, request: Request) -> bool:
+        """Whether the rows of a request are chosen by the cost curve."""
+        return request.budget == "auto" and bool(request.strategies)
+
+    def find_costs(self) -> None:
+        """Read or measure the cost curve, unless it is known already."""
+        if self.speculator.costs is None:
+            self.speculator.use_costs(known_costs(self.runner, self.cache, self.scheduler.max_batch))
+
+    def capture_wanted(self) -> bool:
+        """Capture a step that larger ones have stood in for; False if there is none left.
+
+        Only while nothing else uses the model: a capture changes its layers for a moment.
+        """
+        shape = self.runner.next_wanted()
+        if shape is not None:
+            self.runner.capture(self.cache, shape)
+        return self.runner.next_wanted() is not None
 
     def refresh(self, everything: bool = False) -> None:
         """Follow changes of the model, such as edited weights or another precision: called when nothing is running.
@@ -100,6 +121,7 @@ class Engine:
         weights; they end with an error if their KV does not fit them.
         """
         change = self.runner.refresh(everything)
+        self.is_rehearsed = self.is_rehearsed and change is ModelChange.NONE
         if change is ModelChange.WEIGHTS:
             self.cache.forget()
         elif change is ModelChange.SHAPE:

@@ -55,6 +55,11 @@ class Scheduler:
         """Whether no request is known at all."""
         return not (self.has_work or self.paused)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one request runs or waits."""
+        return len(self.running) + len(self.waiting) + len(self.retrying) > 1
+
     def add(self, state: RequestState) -> None:
         self.waiting.append(state)
 

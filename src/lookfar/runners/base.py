@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -28,7 +28,15 @@ class StepResult:
     num_rows: int = 0  # rows that were computed, padding included
     seconds: float = 0.0  # from the launch to the arrival of the results
     launch_seconds: float = 0.0  # of those: time of the host before the device could start
-    is_warm: bool = True  # False: something was compiled or captured, so the times mean nothing
+    is_warm: bool = True  # False: something was captured, or a larger step stood in, so the times mean nothing
+
+
+class StepShape(NamedTuple):
+    """The shape of a captured step."""
+
+    rows: int
+    requests: int  # that it has room for
+    predictions: int  # most likely tokens that it returns for each row
 
 
 class PendingStep(Protocol):
@@ -59,3 +67,15 @@ class ModelRunner(Protocol):
 
     def launch(self, plan: StepPlan, cache: SlotKVCache) -> PendingStep:
         """Start a step."""
+
+    def missing(self, cache: SlotKVCache, requests: int, predictions: Seq[int]) -> list[StepShape]:
+        """Return the shapes of steps of up to so many requests that are not captured yet, the largest first.
+
+        `predictions` are the numbers of predictions that steps with drafts and prefills may ask for.
+        """
+
+    def capture(self, cache: SlotKVCache, shape: StepShape) -> None:
+        """Capture a step ahead of its use."""
+
+    def next_wanted(self) -> StepShape | None:
+        """Return a shape that larger steps have stood in for, because a capture would have stalled other requests."""

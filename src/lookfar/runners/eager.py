@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from time import perf_counter
 
 import numpy as np
@@ -12,7 +13,7 @@ from lookfar.core.plan import RunnerLimits, StepPlan
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
 from lookfar.models.weight_changes import ModelChange
-from lookfar.runners.base import StepResult
+from lookfar.runners.base import StepResult, StepShape
 from lookfar.sampling.sampler import greedy, top_k
 
 
@@ -35,6 +36,15 @@ class EagerRunner:
         started = perf_counter()
         logits = self.model.forward(plan, cache)
         return EagerStep(plan, logits, started)
+
+    def missing(self, cache: SlotKVCache, requests: int, predictions: Seq[int]) -> list[StepShape]:
+        return []  # nothing is captured
+
+    def capture(self, cache: SlotKVCache, shape: StepShape) -> None:
+        raise NotImplementedError("Eager steps are not captured.")
+
+    def next_wanted(self) -> StepShape | None:
+        return None
 
 
 class EagerStep:

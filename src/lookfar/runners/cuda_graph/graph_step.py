@@ -48,6 +48,7 @@ class GraphStep(FlatStep):
         self.layers = layers
         self.logits = torch.empty(0)
         self.results = torch.empty(0)  # [rows, 1 + 2k] on the host
+        self.captured: set[int] = set()  # numbers of predictions
         self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, Callable[[], None]]] = {}  # by k
         self._uses: Counter[Hashable] = Counter()  # of samplers, by k and processors
         self._samplers: dict[Hashable, GraphSampler | None] = {}
@@ -87,9 +88,6 @@ class GraphStep(FlatStep):
             return
         self.logits, self.results, replay = self._graphs[k]
         replay()
-
-    def is_captured(self, k: int) -> bool:
-        return k in self._graphs or not self.on_gpu
 
     def capture(self, k: int, move: Callable[[torch.Tensor], None], pool: Any) -> None:
         """Capture a step of nothing but padding."""
@@ -155,6 +153,7 @@ class PendingGraphStep:
             torch.cuda.current_stream(step.device.device).synchronize()
         results, all_logits = step.results.numpy().copy(), step.logits  # the next step overwrites the results
         starts = np.cumsum([0, *plan.lengths[:-1]])
+        first_logit = (1 + results.shape[1]) // 2  # there may be more than k predictions
 
         def logits(request: int, rows: Ints) -> torch.Tensor:
             start = starts[request]
@@ -165,7 +164,7 @@ class PendingGraphStep:
             results[:, 0].astype(np.int64),
             logits,
             results[:, 1 : 1 + k] if k else None,
-            results[:, 1 + k :].view(np.float32) if k else None,
+            results[:, first_logit : first_logit + k].view(np.float32) if k else None,
             self.sampler.sampled.numpy().astype(np.int64) if self.sampler is not None else None,
             step.rows,
             perf_counter() - self.started,

@@ -1,8 +1,9 @@
-"""The CUDA graph runner: which captured step a plan needs, capturing on first use, and the eager fallback."""
+"""The CUDA graph runner: which captured step a plan needs, when it is captured, and the eager fallback."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,8 +22,9 @@ from lookfar.kvcache.slots import SlotKVCache, exact_size
 from lookfar.models.binding import BoundModel
 from lookfar.models.self_check import agree, branched_plan, one_slot
 from lookfar.models.weight_changes import ModelChange, ModelFingerprint
-from lookfar.runners.base import PendingStep
+from lookfar.runners.base import PendingStep, StepShape
 from lookfar.runners.cuda_graph.availability import why_no_graphs
+from lookfar.runners.cuda_graph.captured_steps import CapturedSteps, StandIn
 from lookfar.runners.cuda_graph.compiled_layers import CompiledLayers, computes_weights, ignore_layer
 from lookfar.runners.cuda_graph.fused_linear import FusedLinears
 from lookfar.runners.cuda_graph.graph_sampler import GraphSampler
@@ -34,6 +36,7 @@ from lookfar.runners.eager import EagerRunner
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # rows of captured steps; a step uses the next larger one
 SIZE_OF = [next(size for size in SIZES if size >= rows) for rows in range(SIZES[-1] + 1)]
 BATCHES = (1, 4, 16, 64, 512)  # requests that a captured step has room for; unused room costs little
+COMPILED_ROWS = 16  # rows of the step for which layers are compiled first; the code serves all steps of several rows
 MOVED = "The model's weights were moved while this request was running: send it again."
 CHECKED = (1, 16, 64, SIZES[-1])  # rows of the steps that are compared at load; every graph is, when it is captured
 DEPENDENT = "the bits of a row depend on the other rows"
@@ -61,7 +64,7 @@ class CudaGraphRunner:
         self._address = self._embedding.data_ptr()
         self._fingerprint = ModelFingerprint.of(model.model)  # when the layers were fused
         self._generation = -1  # of the KV buffers that the captured steps use
-        self._steps: dict[tuple[int, int], GraphStep] = {}
+        self._steps = CapturedSteps()
         self._first: tuple[GraphStep, int] | None = None  # the first captured step, with its number of predictions
         self._pool: Any = None
         self._mover: Any = None
@@ -180,7 +183,8 @@ class CudaGraphRunner:
             raise ModelError(MOVED)
         given = any(rows.embeds is not None for rows in plan.requests)
         fits = self._works and not given and sum(plan.lengths) <= SIZES[-1]
-        step, captured = self._step_for(plan, cache, k) if fits else (None, False)
+        shape = _shape_of(SIZE_OF[sum(plan.lengths)], plan.batch, cache, k) if fits else None
+        step, predictions, is_warm = self._step_for(shape, cache, plan.shared) if shape else (None, 0, False)
         if step is None or not step.fill(plan):
             if self.asked_for:
                 raise ConfigError(
@@ -188,12 +192,14 @@ class CudaGraphRunner:
                     "lower max_batch or the row budget."
                 )
             return self.eager.launch(plan, cache)
-        step.launch(k)
+        step.launch(predictions)
         launch_seconds = perf_counter() - started
-        sampler, new_sampler = self._sampler_for(step, plan, k) if step.on_gpu else (None, False)
+        sampler, new_sampler = self._sampler_for(step, plan, predictions) if step.on_gpu else (None, False)
         if sampler is not None:
             sampler.launch(plan)
-        return PendingGraphStep(step, plan, k, sampler, started, launch_seconds, not (captured or new_sampler))
+        is_warm = is_warm and not new_sampler
+        pending = PendingGraphStep(step, plan, k, sampler, started, launch_seconds, is_warm)
+        return StandIn(pending, shape, self._steps.wanted) if shape in self._steps.wanted else pending
 
     def _sampler_for(self, step: GraphStep, plan: StepPlan, k: int) -> tuple[GraphSampler | None, bool]:
         """Return the graph that samples the tokens of a step, if there is one, and whether it is new."""
@@ -206,39 +212,82 @@ class CudaGraphRunner:
         with _on(self.model.device):
             return step.sampler_for(k, samplers[0], self._pool)
 
-    def _step_for(self, plan: StepPlan, cache: SlotKVCache, k: int) -> tuple[GraphStep | None, bool]:
-        """Return the step of the right shape and whether it was captured just now; None if capturing fails."""
+    def _step_for(self, shape: StepShape, cache: SlotKVCache, shared: bool) -> tuple[GraphStep | None, int, bool]:
+        """Return the step to run, the predictions that it makes, and whether its times mean something.
+
+        A missing step is captured, or a larger one stands in while the engine is `shared`. None if capturing fails.
+        """
+        self._follow(cache)
+        found = self._steps.find(shape)
+        if found is not None:
+            return *found, True
+        larger = self._steps.larger(shape)
+        if larger is not None and shared and self._steps.should_wait(shape):
+            return *larger, False
+        try:
+            return self._capture(cache, shape), shape.predictions, False
+        except Exception as error:
+            if larger is not None:
+                self._steps.refuse(shape)
+                return *larger, False
+            if self._other_experts(error):
+                return self._step_for(shape, cache, shared)
+            self._give_up(error, shape.rows)
+            return None, 0, False
+
+    def _follow(self, cache: SlotKVCache) -> None:
+        """Drop the steps that were captured for other KV buffers."""
         if cache.buffers.generation != self._generation:
             self._drop_graphs()
             self._generation = cache.buffers.generation
-        rows = SIZE_OF[sum(plan.lengths)]
-        batch = min(next(size for size in BATCHES if size >= plan.batch), cache.slots, rows)
-        step = self._steps.get((rows, batch))
-        if step is not None and step.is_captured(k):
-            return step, False
+
+    def missing(self, cache: SlotKVCache, requests: int, predictions: Seq[int]) -> list[StepShape]:
+        if not self._works:
+            return []
+        self._follow(cache)
+        drafting = {min(k, self.model.vocab_size) for k in predictions if k} or {0}
+        shapes: dict[StepShape, None] = {}  # ordered
+        for rows in reversed(SIZES):
+            for batch in range(1, min(requests, rows) + 1):
+                wanted = drafting | ({0} if rows == SIZE_OF[batch] else set())  # without drafts, if one row each
+                shapes |= dict.fromkeys(_shape_of(rows, batch, cache, k) for k in sorted(wanted, reverse=True))
+        known = self._steps
+        return [shape for shape in shapes if known.find(shape) is None and shape not in known.refused]
+
+    def capture(self, cache: SlotKVCache, shape: StepShape) -> None:
+        if not self._works or self._embedding.data_ptr() != self._address:
+            return
+        self._follow(cache)
+        if self._steps.find(shape) is not None:
+            return
         try:
-            with _on(self.model.device):
-                step = self._capture(cache, rows, batch, k)
+            self._capture(cache, shape)
         except Exception as error:
-            out_of_memory = isinstance(error, torch.OutOfMemoryError)
-            if not out_of_memory and self.layers.experts is None and self.model.has_experts:
-                # The default way to multiply experts may ask the host how many rows each gets; this one never does.
-                self.layers.experts = "batched_mm"
-                self._drop_graphs()
-                return self._step_for(plan, cache, k)
-            self._give_up(error, rows)
-            return None, True
-        if step.on_gpu and self.exact:
-            self._check_bits(step, k)
-        return step, True
+            if self._steps.larger(shape) is not None or isinstance(error, torch.OutOfMemoryError):
+                self._steps.refuse(shape)
+            elif self._other_experts(error):
+                self.capture(cache, shape)
+            else:
+                self._give_up(error, shape.rows)
+
+    def next_wanted(self) -> StepShape | None:
+        return self._steps.next_wanted()
+
+    def _other_experts(self, error: Exception) -> bool:
+        """Multiply experts in another way from now on, if an error may come from there; False if that is no help."""
+        if isinstance(error, torch.OutOfMemoryError) or self.layers.experts is not None or not self.model.has_experts:
+            return False
+        # The default way to multiply experts may ask the host how many rows each gets; this one never does.
+        self.layers.experts = "batched_mm"
+        self._drop_graphs()
+        return True
 
     def _check_bits(self, step: GraphStep, k: int) -> None:
         """Compare the bits of a new graph, in all rows, with those of the first one."""
         self._first = self._first or (step, k)
-        with _on(self.model.device):
-            expected, found = self._first[0].probe(self._first[1])[:1], step.probe(k)
-            if not torch.equal(found, expected.expand_as(found)):
-                self._not_exact()
+        expected, found = self._first[0].probe(self._first[1])[:1], step.probe(k)
+        if not torch.equal(found, expected.expand_as(found)):
+            self._not_exact()
 
     def _give_up(self, error: Exception, rows: int) -> None:
         """Run eagerly from now on, with a warning; an error where eager steps would not do."""
@@ -255,15 +304,21 @@ class CudaGraphRunner:
         name = self.model.support.model_type
         warnings.warn(f"{name} runs without CUDA graphs, which is slower: {reason}.", LookfarWarning, stacklevel=2)
 
-    def _capture(self, cache: SlotKVCache, rows: int, batch: int, k: int) -> GraphStep:
-        step = self._steps.get((rows, batch)) or GraphStep(self.model, cache, rows, batch, self.layers)
-        if step.on_gpu:
-            if self._mover is None:
-                self._prepare(step, cache)
-            waiting = progress_bar(f"Compiling steps of {rows} rows") if self.layers.compiled else nullcontext()
-            with waiting:
-                step.capture(k, self._mover.move, self._pool)
-        self._steps[rows, batch] = step
+    def _capture(self, cache: SlotKVCache, shape: StepShape) -> GraphStep:
+        rows, batch, k = shape
+        with _on(self.model.device):
+            step = self._steps.steps.get((rows, batch)) or GraphStep(self.model, cache, rows, batch, self.layers)
+            if step.on_gpu:
+                waiting = progress_bar(f"Compiling steps of {rows} rows") if self.layers.compiled else nullcontext()
+                with waiting:
+                    if self._mover is None:
+                        self._prepare(step, cache)
+                    step.capture(k, self._mover.move, self._pool)
+            step.captured.add(k)
+            self._steps.steps[rows, batch] = step
+            self._steps.wanted.pop(shape, None)
+            if step.on_gpu and self.exact:
+                self._check_bits(step, k)
         return step
 
     def _prepare(self, step: GraphStep, cache: SlotKVCache) -> None:
@@ -275,8 +330,19 @@ class CudaGraphRunner:
             step.clear()
             step.device.copy_(step.host)
             step.forward(self.model.model.forward)  # allocates the KV buffers
+        if self.layers.compiled is not None:
+            # Always first: compiled code is found on disk if the process has compiled the same things before it.
+            first = GraphStep(self.model, cache, COMPILED_ROWS, 1, self.layers)
+            first.clear()
+            first.device.copy_(first.host)
+            first.run()
         self._mover = KVMover(cache.buffers.tensors())
         cache.copy_slot = self._mover.copy
+
+
+def _shape_of(rows: int, batch: int, cache: SlotKVCache, k: int) -> StepShape:
+    """Return the shape of the captured step for so many rows, requests and predictions."""
+    return StepShape(rows, min(next(size for size in BATCHES if size >= batch), cache.slots, rows), k)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

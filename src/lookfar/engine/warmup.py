@@ -1,0 +1,106 @@
+"""Warming up an engine: what first requests would otherwise wait for, as a list of short tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import partial
+
+from lookfar.core.progress import progress_bar
+from lookfar.engine.costs import MEASURED_LENGTH
+from lookfar.engine.driver import Driver
+from lookfar.engine.engine import Engine, EngineConfig
+from lookfar.engine.request import Request, RequestState
+from lookfar.engine.scheduler import Scheduler
+from lookfar.retrieval.recycle_table import SAMPLED_TOP_K, TOP_K
+from lookfar.speculation.cost_curve import CostCurve
+from lookfar.speculation.draft_state import DraftState
+
+EXAMPLE_LENGTH = 12  # tokens of a prompt, and of its answer, that are decoded
+LENGTH = 1024  # tokens of a text that captured steps have room for, unless another length is given
+
+
+@dataclass(frozen=True)
+class WarmupTask:
+    """A part of a warm-up, to be run between two steps."""
+
+    text: str  # what it does
+    run: Callable[[], None]
+
+
+def warm_up(driver: Driver, examples: Seq[Request], requests: int, length: int | None = None) -> None:
+    """Warm up the engine of a driver, task by task: its requests run in between."""
+    engine = driver.engine
+    EngineConfig(requests, length)  # refuses what is no number of requests or tokens
+    length = min(length or LENGTH, engine.max_length or length or LENGTH)
+    tasks = driver.call(lambda: warmup_tasks(engine, examples, requests, length))
+    if not tasks:
+        return
+    with progress_bar("Warming up", len(tasks)) as advance:
+        for task in tasks:
+            with progress_bar(task.text):
+                driver.call(task.run)
+            advance(1)
+
+
+def example_prompt(engine: Engine) -> list[int]:
+    """Return token ids with repetitions, so that there is something to draft, of at most half the model's positions."""
+    most = min(engine.max_length or LENGTH, 2 * EXAMPLE_LENGTH) // 2
+    return [token % 5 % engine.runner.model.vocab_size for token in range(max(most, 1))]
+
+
+def warmup_tasks(engine: Engine, examples: Seq[Request], requests: int, length: int) -> list[WarmupTask]:
+    """Return what is left to do until `requests` at once, of up to `length` tokens, run at full speed.
+
+    `examples` are requests like those to come: they are decoded, and their results thrown away.
+    """
+    if engine.scheduler.is_idle:
+        engine.refresh()
+    tasks = []
+    if not engine.runner.limits.padded:
+        positions = length + max((request.max_draft_rows for request in examples), default=0)
+        positions = max(positions, MEASURED_LENGTH)  # so that measuring does not replace the KV cache
+        engine.cache.reserve(requests, positions, most=max(requests, engine.scheduler.max_batch), keep=True)
+    if engine.speculator.costs is None and any(engine.needs_costs(request) for request in examples):
+        tasks.append(WarmupTask("Measuring the cost of a step (once for this model and machine)", engine.find_costs))
+    for shape in engine.runner.missing(engine.cache, requests, _predictions(engine, examples)):
+        text = f"Capturing steps of {shape.rows} rows for up to {shape.requests} requests"
+        tasks.append(WarmupTask(text, partial(engine.runner.capture, engine.cache, shape)))
+    if not engine.is_rehearsed and examples:
+        tasks.append(WarmupTask("Decoding a few tokens", partial(rehearse, engine, examples)))
+    return tasks
+
+
+def _predictions(engine: Engine, examples: Seq[Request]) -> list[int]:
+    """Return the numbers of predictions that steps of such requests ask for."""
+    found = set()
+    for request in examples:
+        wanted = RequestState(request, -1, 0, _no_drafts(engine)).speculation.wants_predictions
+        sampled = request.sampling.random is not None
+        found.add((SAMPLED_TOP_K if sampled else TOP_K) if wanted else 0)
+    return sorted(found)
+
+
+def rehearse(engine: Engine, examples: Seq[Request]) -> None:
+    """Decode requests on an engine's model and KV cache and leave no other trace.
+
+    This loads or compiles the host's code, packs weights and compiles kernels. While requests run it does nothing:
+    they do the same.
+    """
+    engine.is_rehearsed = True
+    if engine.cache.order:
+        return
+    curve = CostCurve({1: 1.0, 8: 1.0, 16: 16.0}, stepped=not engine.runner.limits.padded)  # eight rows are worth it
+    other = Engine(engine.runner, engine.config, _no_drafts(engine), curve)
+    for request in examples:
+        other.draft_state.store.add(request.prompt)  # there should be a past text to look into
+    other.cache = engine.cache
+    other.scheduler = Scheduler(engine.cache, 1, engine.config.prefill_chunk)
+    for request in examples:
+        other.add(replace(request, draft_state=None))
+        while other.has_work:
+            other.step()
+
+
+def _no_drafts(engine: Engine) -> DraftState:
+    return DraftState(engine.runner.model.vocab_size)
