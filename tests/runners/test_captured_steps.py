@@ -140,17 +140,6 @@ def test_weights_that_were_moved_are_not_captured(runner: CudaGraphRunner) -> No
     assert not captured(runner)
 
 
-def test_exact_steps_keep_their_rows() -> None:
-    runner = CudaGraphRunner(BoundModel(tiny_model("llama"), pack=False), exact=True)
-    cache = one_slot(1024)
-    prefill = StepPlan([RequestPlan(np.arange(90), 0, complete=False)], 8)
-    prefill.shared = True
-    assert runner.launch(prefill, cache).result().num_rows == 128
-    assert runner.launch(plan_of(1, 8), cache).result().num_rows == 64
-    assert runner.launch(plan_of(1, 0), cache).result().num_rows == 64
-    assert captured(runner) == {(128, 1, 8), (64, 1, 8)}
-
-
 def test_after_the_missing_steps_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     lm = flat_lm(model, max_batch=5)
