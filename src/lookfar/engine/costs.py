@@ -30,11 +30,11 @@ def known_costs(runner: ModelRunner, cache: SlotKVCache, most: int) -> KnownCost
 
     Captured steps belong to a KV cache, so they are measured on the engine's own, unless requests are using it.
     """
-    known = read_costs(costs_file(), machine_and_model(runner), not runner.limits.padded)
+    known = read_costs(costs_file(), machine_and_model(runner), runner.limits.captured)
     if known is not None:
         return known
     with progress_bar("Measuring the cost of a step (once for this model and machine)"):
-        if runner.limits.padded or cache.order:
+        if not runner.limits.captured or cache.order:
             curve = measure_steps(runner, one_slot(MEASURED_LENGTH), 0)
         else:
             cache.reserve(1, MEASURED_LENGTH, most=most, keep=False)
@@ -64,7 +64,7 @@ def measure_steps(runner: ModelRunner, cache: SlotKVCache, handle: int) -> CostC
 
     most = runner.limits.rows or MEASURED_ROWS[-1]
     sizes = [rows for rows in MEASURED_ROWS if rows <= most]
-    return measure_curve(step, sizes, stepped=not runner.limits.padded)
+    return measure_curve(step, sizes, stepped=runner.limits.captured)
 
 
 def tree_plan(rows: int, context: int, vocab_size: int, handle: int = 0) -> StepPlan:

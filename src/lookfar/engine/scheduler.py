@@ -178,9 +178,9 @@ class Scheduler:
         if start is None:
             return order, [1] * len(order)
         flat = not limits.padded and all(state.embeds is None for state in order)
-        if flat and not limits.fixed_rows and (limits.rows or 0) >= max(self.prefill_chunk, len(order)):
-            assert limits.rows is not None
-            chunks, left = [], min(self.prefill_chunk - 1, limits.rows - len(order))
+        room = self.prefill_chunk + len(order) if limits.rows is None else limits.rows
+        if flat and not limits.fixed_rows and room >= max(self.prefill_chunk, len(order)):
+            chunks, left = [], min(self.prefill_chunk - 1, room - len(order))
             for state in order:
                 more = min(state.num_pending - 1, left)
                 chunks.append(1 + more)

@@ -50,7 +50,7 @@ class CudaGraphRunner:
             word for word, true in {"cuda graphs": True, "compiled": compile, "exact": exact}.items() if true
         )
         self.limits = self._own_limits = RunnerLimits(
-            FIXED_ROWS if exact else SIZES[-1], MAX_PATH, padded=False, fixed_rows=exact
+            FIXED_ROWS if exact else SIZES[-1], MAX_PATH, padded=False, captured=True, fixed_rows=exact
         )
         self.compile = compile
         self.layers = self._layer_options()
