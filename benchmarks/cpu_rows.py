@@ -27,9 +27,8 @@ import lookfar
 from lookfar.core.arrays import Floats
 from lookfar.core.plan import StepPlan
 from lookfar.engine.costs import MEASURED_LENGTH, measure_steps, tree_plan
-from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
-from lookfar.models.self_check import one_slot
+from lookfar.models.self_check import one_slot, taken_slots
 from lookfar.retrieval.recycle_table import TOP_K
 from lookfar.runners.eager import EagerRunner
 from lookfar.runners.flat import FlatRunner
@@ -80,11 +79,8 @@ def batch_plan(batch: int, rows: int, vocab_size: int, even: bool) -> StepPlan:
 def batch_costs(lm: lookfar.LM, batch: int, rows: int) -> dict[str, float]:
     """Return the milliseconds of padded and flat steps of a batch, its rows shared in two ways."""
     bound = lm.engine.runner.model
-    caches = {runner: SlotKVCache(batch, MEASURED_LENGTH) for runner in (EagerRunner(bound), FlatRunner(bound))}
+    caches = {runner: taken_slots(batch, MEASURED_LENGTH) for runner in (EagerRunner(bound), FlatRunner(bound))}
     times: dict[str, list[float]] = {}
-    for cache in caches.values():
-        for _ in range(batch):
-            cache.allocate()
     for turn in range(9):
         for even in (True, False):
             plan = batch_plan(batch, rows, bound.vocab_size, even)

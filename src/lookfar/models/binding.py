@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import Cache, PreTrainedModel
 
-from lookfar.core.plan import RequestPlan, StepPlan
+from lookfar.core.plan import StepPlan
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.alibi import positions_as_bias
 from lookfar.models.masks import StepMasks, additive
@@ -159,9 +159,9 @@ class BoundModel:
         else:
             arguments["inputs_embeds"] = rows.embeds[None]
         with torch.no_grad():
-            logits: torch.Tensor = forward(
-                past_key_values=cache, use_cache=True, return_dict=True, **arguments
-            ).logits[0]
+            logits: torch.Tensor = forward(past_key_values=cache, use_cache=True, return_dict=True, **arguments).logits[
+                0
+            ]
         return logits if rows.logit_rows is None or "logits_to_keep" in arguments else logits[rows.logit_rows]
 
     def refuse(self, reason: str) -> None:

@@ -1,7 +1,7 @@
 """Attention of a flat step on a CPU, request by request.
 
-The rows of all requests lie side by side. In every layer the rows of each request attend to the KV of its own slot, with
-the attention function that the model uses anyway, on views of the KV buffers that are only as long as its text.
+The rows of all requests lie side by side. In every layer the rows of each request attend to the KV of its own slot with
+the attention function of the model, on views of the KV buffers that are only as long as the request's text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def attention_name(own: str) -> str:
 
 
 @contextmanager
-def step_attention(plan: StepPlan, slots: Seq[int], kinds: Seq[LayerKind], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def step_attention(
+    plan: StepPlan, slots: Seq[int], kinds: Seq[LayerKind], dtype: torch.dtype
+) -> Iterator[torch.Tensor]:
     """Let models attend to the rows of a step while the context is open, in this thread.
 
     Yields what each kind of layer takes as its mask, [kinds, 1, 1]: the number of the kind.
@@ -66,9 +68,7 @@ def step_attention(plan: StepPlan, slots: Seq[int], kinds: Seq[LayerKind], dtype
         _running.requests = None
 
 
-def _request_rows(
-    rows: RequestPlan, first: int, slot: int, layers: tuple[Seq[LayerKind], torch.dtype]
-) -> RequestRows:
+def _request_rows(rows: RequestPlan, first: int, slot: int, layers: tuple[Seq[LayerKind], torch.dtype]) -> RequestRows:
     kinds, dtype = layers
     end = rows.num_cached + len(rows)
     keys = [slice(kind.first_visible(rows.num_cached), end) for kind in kinds]
@@ -88,7 +88,7 @@ def _attend(
     *,
     own: str,
     **options: Any,
-) -> tuple[torch.Tensor, Any]:
+) -> Any:
     """The function that transformers calls: keys and values are whole buffers, and the mask is the kind of the layer.
 
     Another thread that uses the model meanwhile gets the model's own attention.

@@ -12,7 +12,7 @@ from lookfar.core.plan import RunnerLimits, StepPlan
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
 from lookfar.models.weight_changes import ModelChange
-from lookfar.runners.base import StepResult
+from lookfar.runners.base import PendingStep, StepResult
 from lookfar.sampling.sampler import greedy, top_k
 
 
@@ -31,7 +31,7 @@ class EagerRunner:
     def refresh(self, everything: bool = False) -> ModelChange:
         return self.model.refresh(everything)
 
-    def launch(self, plan: StepPlan, cache: SlotKVCache) -> EagerStep:
+    def launch(self, plan: StepPlan, cache: SlotKVCache) -> PendingStep:
         started = perf_counter()
         logits = self.model.forward(plan, cache)
         return EagerStep(plan, logits, started)
