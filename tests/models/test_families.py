@@ -11,11 +11,14 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 import lookfar
 from families import DEVICE, FALLBACK, NOT_FLAT, SMALL_TEXT, TREES, WINDOW, random_model, tiny_model
-from helpers import eager_engine, oracle, random_prompts, reference
+from helpers import oracle, random_prompts, reference
 from lookfar.drafters.jacobi import Jacobi
 from lookfar.drafters.lookahead import Lookahead
+from lookfar.engine.engine import Engine, EngineConfig
 from lookfar.engine.request import Request
+from lookfar.models.binding import BoundModel
 from lookfar.models.support import examine
+from lookfar.runners.eager import EagerRunner
 from lookfar.testing import run_requests
 
 PROMPTS = random_prompts(3 * WINDOW, 4 * WINDOW + 1, 5)  # two of them longer than any window
@@ -49,7 +52,7 @@ def test_padded_steps_give_the_same_tokens(family: str) -> None:
     model = tiny_model(family)
     expected = [reference(model, prompt, NEW) for prompt in PROMPTS]
     right = oracle([prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)])
-    engine = eager_engine(model, prefill_chunk=16)
+    engine = Engine(EagerRunner(BoundModel(model)), EngineConfig(prefill_chunk=16))
     for strategies in ((), (Lookahead(window=4, ngram=4, guesses=4),), (right,)):
         requests = [Request(prompt, NEW, strategies=strategies) for prompt in PROMPTS]
         assert [done.token_ids for done in run_requests(engine, requests)] == expected, strategies

@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 from lookfar.core.plan import StepPlan
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.alibi import positions_as_bias
+from lookfar.models.attention_name import attention_replaced, own_attention
 from lookfar.models.masks import StepMasks, additive
 from lookfar.models.packed_linear import PackedLinears, pack_by_default
 from lookfar.models.support import Support, examine
@@ -185,19 +186,9 @@ class BoundModel:
             if before is not None:
                 self.model.set_experts_implementation(before)
 
-    @contextmanager
-    def attending(self, name: str) -> Iterator[None]:
+    def attending(self, name: str) -> AbstractContextManager[None]:
         """Run the model with another attention while the context is open (its own may take no masks: flash, flex)."""
-        config = self.model.config
-        before = config._attn_implementation
-        if before == name:
-            yield
-            return
-        config._attn_implementation = name
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
+        return attention_replaced(self.model.config, name)
 
 
 def feeds_embeds(plan: StepPlan) -> bool:
@@ -207,7 +198,7 @@ def feeds_embeds(plan: StepPlan) -> bool:
 
 def _mask_attention(model: PreTrainedModel) -> str:
     """Return the attention to run with: the model's own if it takes a dense mask."""
-    own = model.config._attn_implementation
+    own = own_attention(model.config)
     if own in ("sdpa", "eager"):
-        return str(own)
+        return own
     return "sdpa" if model._supports_sdpa else "eager"

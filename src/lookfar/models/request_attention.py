@@ -22,6 +22,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lookfar.core.plan import RequestPlan, StepPlan
+from lookfar.models.attention_name import FlatName
 from lookfar.models.masks import LayerKind, StepMasks, additive
 
 CPU = torch.device("cpu")
@@ -42,11 +43,6 @@ class _Running(threading.local):
 
 
 _running = _Running()
-
-
-def attention_name(own: str) -> str:
-    """Return the name of this attention for a model that uses `own`, sdpa or eager."""
-    return f"lookfar_{own}"
 
 
 @contextmanager
@@ -130,5 +126,5 @@ def _eager_function(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 for _own, _mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
-    AttentionInterface.register(attention_name(_own), partial(_attend, own=_own))
-    AttentionMaskInterface.register(attention_name(_own), _mask)
+    AttentionInterface.register(FlatName(_own), partial(_attend, own=_own))
+    AttentionMaskInterface.register(FlatName(_own), _mask)

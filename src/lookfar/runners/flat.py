@@ -13,8 +13,9 @@ from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.plan import RequestPlan, RunnerLimits, StepPlan
 from lookfar.core.tree import DraftTree
 from lookfar.kvcache.slots import SlotKVCache
+from lookfar.models.attention_name import FlatName
 from lookfar.models.binding import BoundModel, FlatRows, feeds_embeds
-from lookfar.models.request_attention import attention_name, step_attention
+from lookfar.models.request_attention import step_attention
 from lookfar.models.self_check import agree, branched_plan, taken_slots
 from lookfar.models.weight_changes import ModelChange
 from lookfar.runners.base import PendingStep, StepResult
@@ -84,7 +85,7 @@ def flat_logits(model: BoundModel, plan: StepPlan, cache: SlotKVCache) -> torch.
     writer = FlatWriter(cache.buffers, torch.from_numpy(np.repeat(slots, plan.lengths)), torch.from_numpy(places))
     kinds = list(model.support.kinds.values())
     with (
-        model.attending(attention_name(model.attention)),
+        model.attending(FlatName(model.attention)),
         model.packed_weights(),
         step_attention(plan, slots, kinds, model.model.dtype) as masks,
     ):
