@@ -128,7 +128,7 @@ def attention_of(heads: int, kv_heads: int, dim: int, context: int, rows: int) -
     plan, positions = plan_of(rows, context), context + rows + 64
     inputs = np.zeros((4, rows), np.int64)
     tables = np.zeros((1, rows + max_tiles(rows, 1), WIDTH), np.int32)
-    RowTable(step_arrays(inputs, tables, [(0, 0)]), positions - 1).fill(plan.requests, [0])
+    RowTable(step_arrays(inputs, tables, [(0, 0)]), positions - 1).fill(plan, [0])
     on_device = torch.from_numpy(tables)[:, None].cuda()
     q = torch.randn(1, heads, rows, dim, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, 1, kv_heads, positions, dim, device="cuda", dtype=torch.bfloat16)

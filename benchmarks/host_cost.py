@@ -60,11 +60,14 @@ class ArtificialRunner:
     def create_cache(self) -> SlotKVCache:
         return SlotKVCache()
 
+    def refresh(self, everything: bool = False) -> None:
+        pass
+
     def launch(self, plan: StepPlan, cache: SlotKVCache) -> Any:
         started = perf_counter()
-        ids, values = zip(*(self.top_after(rows.tokens) for rows in plan.requests), strict=True)
-        choices = [own[:, 0].astype(np.int64) for own in ids]
-        found = StepResult(np.arange(plan.width), choices, lambda *_: torch.empty(0), ids, values)
+        ids, values = self.top_after(np.concatenate([rows.tokens for rows in plan.requests]))
+        starts = np.cumsum([0, *plan.lengths[:-1]])
+        found = StepResult(starts, ids[:, 0].astype(np.int64), lambda *_: torch.empty(0), ids, values)
 
         def result() -> StepResult:
             found.seconds = perf_counter() - started  # what the host does meanwhile costs nothing

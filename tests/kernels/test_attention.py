@@ -8,7 +8,7 @@ import torch
 
 from families import DEVICE
 from lookfar.core.arrays import Int32s
-from lookfar.core.plan import RequestPlan
+from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.tree import DraftTree
 from lookfar.kernels import reference
 from lookfar.kernels.attention import MIDDLE, SMALL, attend, chunks_for
@@ -35,7 +35,7 @@ def random_tree(nodes: int, seed: int) -> DraftTree:
 def table_of(plans: list[RequestPlan], rows: int, window: int = 0, chunk: int = 0) -> Int32s:
     tables = np.full((1, rows + max_tiles(rows, len(plans)), WIDTH), -7, np.int32)
     arrays = step_arrays(np.full((4, rows), -7, np.int64), tables, [(window, chunk)])
-    assert RowTable(arrays, POSITIONS - 1).fill(plans, range(len(plans)))
+    assert RowTable(arrays, POSITIONS - 1).fill(StepPlan(plans), range(len(plans)))
     return tables
 
 
@@ -214,7 +214,7 @@ def test_rows_are_written_and_moved_and_slots_copied() -> None:
     moves[1, :4], moves[1, 1 + MAX_PATH : 4 + MAX_PATH] = torch.tensor([1, 5, 6, 7]), torch.tensor([4, 5, 6])
     mover = KVMover(cache.buffers.tensors())
     mover.move(moves)
-    expected.commit(1, [1, 2, 3])
+    expected.commit(1, 0, [1, 2, 3])
     expected.apply_moves()
     for length in (6, 41):
         mover.copy(1, 0, length)

@@ -52,7 +52,7 @@ def test_a_row_sees_what_its_mask_shows(kind: LayerKind) -> None:
     ]
     plan = StepPlan(plans)
     table = empty_table(sum(plan.lengths) + 5, 3, kind)
-    assert table.fill(plans, [2, 3, 4])
+    assert table.fill(StepPlan(plans), [2, 3, 4])
     inputs, tables, _ = table.arrays
     kv_length = int(plan.num_cached.max()) + plan.width
     mask = StepMasks(plan, kv_length, torch.device("cpu")).of(kind)[:, 0].numpy()
@@ -77,7 +77,7 @@ def test_tiles_hold_every_row_once_and_rows_of_one_request_only() -> None:
     plans = [RequestPlan(np.arange(37), 0), RequestPlan(np.array([4]), 9, tree=TREE)]
     rows = 64
     table = empty_table(rows, 2)
-    assert table.fill(plans, [0, 1])
+    assert table.fill(StepPlan(plans), [0, 1])
     tables = table.arrays.tables
     tiles = [(first, count, slot) for first, count, slot in tables[0, rows:, :3].tolist() if count > 0]
     assert tiles == [(0, 16, 0), (16, 16, 0), (32, 5, 0), (37, 6, 1)]
@@ -86,7 +86,7 @@ def test_tiles_hold_every_row_once_and_rows_of_one_request_only() -> None:
 
 def test_what_a_path_cannot_describe() -> None:
     def described(plan: RequestPlan) -> bool:
-        return empty_table(64, 1).fill([plan], [0])
+        return empty_table(64, 1).fill(StepPlan([plan]), [0])
 
     last = np.array([1])
     assert described(RequestPlan(last, 5, tree=DraftTree.from_paths([list(range(MAX_PATH))])))

@@ -42,23 +42,23 @@ def forward(cache: SlotKVCache, plan: StepPlan, *marks: list[int]) -> torch.Tens
 def test_rows_go_behind_the_committed_ones_and_accepted_ones_move_down() -> None:
     cache, (kv,) = slots(1, 16)
     assert forward(cache, StepPlan([rows(kv, 0, 5)]), [10, 11, 12, 13, 14]).tolist() == [[10, 11, 12, 13, 14]]
-    assert cache.commit(kv, [0, 2, 4]) == 3
+    assert cache.commit(kv, 1, [2, 4]) == 3
     assert forward(cache, StepPlan([rows(kv, 3, 2)]), [20, 21]).tolist() == [[10, 12, 14, 20, 21]]
-    assert cache.commit(kv, [0, 1]) == 5
+    assert cache.commit(kv, 2) == 5
     assert forward(cache, StepPlan([rows(kv, 5, 1)]), [30]).tolist() == [[10, 12, 14, 20, 21, 30]]
 
 
 def test_ragged_requests_write_at_their_own_ends() -> None:
     cache, (one, two) = slots(2, 16)
     forward(cache, StepPlan([rows(one, 0, 3)]), [1, 2, 3])
-    cache.commit(one, [0, 1, 2])
+    cache.commit(one, 3)
     forward(cache, StepPlan([rows(two, 0, 1)]), [7])
-    cache.commit(two, [0])
+    cache.commit(two, 1)
     view = forward(cache, StepPlan([rows(one, 3, 1), rows(two, 1, 3)]), [4], [8, 9, 10])
     assert view[0, :4].tolist() == [1, 2, 3, 4]
     assert view[1, :4].tolist() == [7, 8, 9, 10]
-    cache.commit(one, [0])
-    assert cache.commit(two, [0, 2]) == 3
+    cache.commit(one, 1)
+    assert cache.commit(two, 1, [2]) == 3
     view = forward(cache, StepPlan([rows(one, 4, 1), rows(two, 3, 1)]), [5], [11])
     assert view[0, :5].tolist() == [1, 2, 3, 4, 5]
     assert view[1, :4].tolist() == [7, 8, 10, 11]
@@ -77,7 +77,7 @@ def test_padding_never_overwrites_a_position_nor_leaves_the_buffer() -> None:
 def test_the_last_request_moves_into_the_gap() -> None:
     cache, (one, two) = slots(2, 8)
     forward(cache, StepPlan([rows(two, 0, 3)]), [1, 2, 3])
-    cache.commit(two, [0, 1, 2])
+    cache.commit(two, 3)
     cache.free(one)
     assert cache.order == [two]
     assert cache.slot_of(two) == 0
@@ -88,9 +88,9 @@ def test_a_request_moves_with_the_moves_that_are_noted_for_it() -> None:
     cache, (one, two, three) = slots(3, 8)
     plan = StepPlan([rows(one, 0, 5), rows(two, 0, 5), rows(three, 0, 5)])
     forward(cache, plan, [1, 2, 3, 4, 5], [9, 9, 9, 9, 9], [6, 7, 8, 9, 10])
-    cache.commit(one, [0, 1])
-    cache.commit(two, [0, 4])  # of a request that ends
-    cache.commit(three, [0, 3])
+    cache.commit(one, 2)
+    cache.commit(two, 1, [4])  # of a request that ends
+    cache.commit(three, 1, [3])
     cache.free(two)
     view = forward(cache, StepPlan([rows(one, 2, 1), rows(three, 2, 1)]), [50], [60])
     assert view[:, :3].tolist() == [[1, 2, 50], [6, 9, 60]]
@@ -100,7 +100,7 @@ def test_a_fork_starts_with_a_copy() -> None:
     cache = SlotKVCache(2, 8)
     one, _ = cache.allocate()
     forward(cache, StepPlan([rows(one, 0, 5)]), [1, 2, 3, 4, 5])
-    cache.commit(one, [0, 2, 4])
+    cache.commit(one, 1, [2, 4])
     two = cache.fork(one, 2)
     view = forward(cache, StepPlan([rows(one, 3, 1), rows(two, 2, 1)]), [50], [60])
     assert view[0, :4].tolist() == [1, 3, 5, 50]
@@ -113,7 +113,7 @@ def test_a_prompt_starts_from_what_an_earlier_request_left() -> None:
     cache = SlotKVCache(2, 8)
     one, _ = cache.allocate()
     forward(cache, StepPlan([rows(one, 0, 4)]), [1, 2, 3, 4])
-    cache.commit(one, [0, 1, 2, 3])
+    cache.commit(one, 4)
     cache.free(one, [11, 12, 13, 14])
     assert cache.allocate([21, 22])[1] == 0  # another text
     cache.free(cache.order[0])
@@ -124,8 +124,8 @@ def test_a_prompt_starts_from_what_an_earlier_request_left() -> None:
 def test_reused_positions_are_copied_to_another_slot() -> None:
     cache, (one, two) = slots(2, 8)
     forward(cache, StepPlan([rows(one, 0, 1), rows(two, 0, 4)]), [7], [1, 2, 3, 4])
-    cache.commit(one, [0])
-    cache.commit(two, [0, 1, 2, 3])
+    cache.commit(one, 1)
+    cache.commit(two, 4)
     cache.free(two, [11, 12, 13, 14])
     cache.free(one, [17])
     handle, reused = cache.allocate([11, 12, 13, 99])
@@ -138,7 +138,7 @@ def test_reused_positions_are_copied_to_another_slot() -> None:
 def test_what_is_exported_can_be_imported() -> None:
     cache, (one, two) = slots(2, 8)
     forward(cache, StepPlan([rows(one, 0, 5)]), [1, 2, 3, 4, 5])
-    cache.commit(one, [0, 2, 4])
+    cache.commit(one, 1, [2, 4])
     exported = cache.export_kv(one, 0, 3)
     assert exported[0] is None  # layer 0 was never used
     assert cache.import_kv(two, exported) == 3
@@ -154,7 +154,7 @@ def test_a_cache_grows_with_its_contents_or_without() -> None:
     assert (cache.slots, cache.capacity) == (1, 64)
     one, _ = cache.allocate()
     forward(cache, StepPlan([rows(one, 0, 2)]), [1, 2])
-    cache.commit(one, [0, 1])
+    cache.commit(one, 2)
     before = cache.buffers.generation
     cache.reserve(2, 100, most=4, keep=True)
     assert (cache.slots, cache.capacity) == (2, 128)
@@ -171,7 +171,7 @@ def test_a_cache_grows_with_its_contents_or_without() -> None:
 def test_abandoned_requests_leave_no_trace() -> None:
     cache, (one, two) = slots(2, 8)
     forward(cache, StepPlan([rows(one, 0, 5), rows(two, 0, 5)]), [1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
-    cache.commit(two, [0, 4])
+    cache.commit(two, 1, [4])
     cache.abandon()
     assert list(cache.order) == []
     again, reused = cache.allocate([1, 2, 3])

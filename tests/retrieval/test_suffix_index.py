@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import assume, given, settings, strategies as st
 
-from lookfar.retrieval.suffix_index import END, MAX_LINKS, MAX_MATCH, SuffixIndex
+from lookfar.retrieval.suffix_index import END, MAX_LINKS, MAX_MATCH, FollowedTexts, SuffixIndex
 
 texts = st.lists(st.integers(0, 3), min_size=2, max_size=60)
 
@@ -24,7 +24,7 @@ def brute_force(text: list[int], tail: list[int]) -> dict[int, int]:
 
 def longest_chain(index: SuffixIndex) -> int:
     longest = 0
-    for heads, links in zip(index.arrays.heads, index.arrays.links, strict=True):
+    for heads, links in zip(index._heads, index._links, strict=True):
         for place in heads.tolist():
             length = 0
             while place >= 0:
@@ -63,7 +63,7 @@ def test_a_text_is_followed_as_it_is_extended_and_searched() -> None:
     ):  # grows twice
         other.extend(text[start:end])
         expected = other.find(np.array(text[max(end - MAX_MATCH, 0) : end], np.int32), limit=8, depth=6)
-        found = followed.extend_and_find(text[start:end], limit=8, depth=6)
+        found = FollowedTexts([followed]).follow_and_find([text[:end]], np.array([[8, 6]], np.int32))[:2]
         assert followed.text.tolist() == text[:end]
         assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
 

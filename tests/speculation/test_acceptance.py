@@ -21,9 +21,9 @@ from lookfar.speculation.tree_builder import (
 def build(draft: list[int], score: int, acceptance: AcceptanceModel) -> Candidates:
     one = np.array
     weights, sources = np.ones(1, np.float32), np.zeros(1, np.int32)
-    drafts = DraftArrays(one([draft], np.int32), one([score], np.int32), weights, sources, one([0, 1], np.int32))
+    drafts = DraftArrays(one([draft], np.int32), one([score], np.int32), weights, sources, one([0], np.int32))
     runner_ups = np.full((1, 7), -1, np.int32), np.zeros((1, 7), np.float32)
-    roots = RootArrays(one([[1, 2, 9]], np.int32), *runner_ups)
+    roots = RootArrays(one([[1, 2, 9, 0]], np.int32), *runner_ups)
     inputs = BuildInputs(drafts, roots, NoiseArrays.unknown(1), NO_RECYCLING, acceptance)
     return build_candidates(inputs, BuildLimits(8, np.full(1, 8, np.int32), 0.0, 100))
 
@@ -35,7 +35,7 @@ def test_estimates_follow_what_happens(chance: float) -> None:
     for _ in range(1500):
         found = build([5, 6], 3, acceptance)
         truth = [5 if rng.random() < chance else 9, 6 if rng.random() < chance else 9]
-        found.learn(0, np.array(truth, np.int32), acceptance)
+        found.learn(np.array(truth, np.int32), np.array([0, len(truth)], np.int32), acceptance)
     scores = build([5, 6], 3, acceptance).scores
     assert scores[1] == pytest.approx(chance, abs=0.12)
     assert scores[2] == pytest.approx(chance**2, abs=0.15)
@@ -45,7 +45,7 @@ def test_estimates_follow_what_happens(chance: float) -> None:
 def test_only_nodes_that_the_text_reached_teach() -> None:
     acceptance = AcceptanceModel(["suffix"])
     found = build([5, 6], 3, acceptance)
-    found.learn(0, np.array([8, 6], np.int32), acceptance)
+    found.learn(np.array([8, 6], np.int32), np.array([0, 2], np.int32), acceptance)
     changed = np.flatnonzero(acceptance.weights != initial_weights(1))
     first, second = set(found.features[1].tolist()), set(found.features[2].tolist())
     assert set(changed.tolist()) <= first

@@ -19,17 +19,17 @@ def test_without_experience_estimates_stay() -> None:
 def test_estimates_follow_what_was_accepted() -> None:
     calibration, random = Calibration(), np.random.default_rng(0)
     for _ in range(20_000):
-        calibration.learn(SCORES, np.flatnonzero(random.random(4) < TRUTH).tolist())
+        calibration.learn(SCORES, np.flatnonzero(random.random(4) < TRUTH).astype(np.int32))
     assert calibration.apply(SCORES) == pytest.approx(TRUTH, rel=0.25)
 
 
 def test_it_follows_changes_and_stays_a_probability() -> None:
     calibration = Calibration()
     for _ in range(2000):
-        calibration.learn(SCORES, [])
+        calibration.learn(SCORES, np.zeros(0, np.int32))
     assert (calibration.apply(SCORES) < 0.1 * SCORES).all()
     for _ in range(2000):
-        calibration.learn(SCORES, [-1, 0, 1, 2, 3])
+        calibration.learn(SCORES, np.arange(4, dtype=np.int32))
     scaled = calibration.apply(np.array([0.0, 1e-9, 0.5, 1.0], np.float32))
     assert (scaled >= 0).all()
     assert (scaled < 1).all()

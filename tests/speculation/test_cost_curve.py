@@ -97,12 +97,12 @@ def test_measuring_stops_when_steps_are_slow(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_curves_are_kept_by_model_and_machine(tmp_path: Path) -> None:
     path = tmp_path / "new" / "costs.json"
-    write_costs(path, "one", STEEP, {32: Experience(False, 0.002)})
+    write_costs(path, "one", STEEP, {32: Experience(False, 0.002, 1e-6)})
     write_costs(path, "two", FLAT, {})
     found = read_costs(path, "one")
     assert found is not None
     assert found.curve.table(64).tolist() == STEEP.table(64).tolist()
-    assert found.experience == {32: Experience(False, 0.002)}
+    assert found.experience == {32: Experience(False, 0.002, 1e-6)}
     assert read_costs(path, "three") is None
     assert len(json.loads(path.read_text())["curves"]) == 2
     for damaged in ("{ half a fi", "[]", '{"version": 1, "curves": {}}', '{"0c8": {"seconds": {"1": 2}}}'):

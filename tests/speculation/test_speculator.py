@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ def test_the_time_of_the_host_is_paid_once_however_many_rows() -> None:
     engine = eager_engine(model_of("llama"), costs=expensive())
     controller = engine.speculator.controllers[1] = SpeculationController()
     controller.learn = lambda *_: None  # type: ignore[method-assign]
-    controller.overhead = 1e6
+    controller.host = Mock(table=lambda most: np.full(most + 1, 1e6, np.float32))
     seen = rows_of(engine, [automatic(PROMPTS[4])])
     assert max(len(rows.tree) for rows in seen) > 16
 
@@ -301,7 +302,7 @@ def test_prefills_teach_the_controller_nothing() -> None:
     engine.speculator._learn_rate()  # from the last step
     assert len(PROMPTS[4]) > 8
     assert len(learned) == len(seen) - 1  # the first of these also prefilled the end of the prompt
-    assert all(tokens >= 1 and seconds > host >= 0 for _, tokens, seconds, host in learned)
+    assert all(tokens >= 1 and seconds > 0 for _, tokens, seconds in learned)
 
 
 def test_windows_that_bring_nothing_are_left_out_and_tried_again() -> None:
@@ -338,12 +339,12 @@ def test_the_cost_curve_is_measured_once_and_kept() -> None:
     save_refined_costs(runner, curve, {})  # too few real steps to trust them
     assert known_costs(runner, cache, 8).curve.seconds[-1] < curve.seconds[-1]
     curve.refined = REFINED_ENOUGH
-    save_refined_costs(runner, curve, {8: Experience(False, 0.5)})
+    save_refined_costs(runner, curve, {8: Experience(False, 0.5, 1e-6)})
     known = known_costs(runner, cache, 8)
     assert known.curve.seconds[-1] == pytest.approx(curve.seconds[-1])
     speculator = Speculator()
     speculator.use_costs(known)
-    assert speculator.experience == {8: Experience(False, 0.5)}
+    assert speculator.experience == {8: Experience(False, 0.5, 1e-6)}
 
 
 class Watcher:

@@ -45,10 +45,10 @@ def inputs_of(batch: Drafts, max_depth: int = 9, table: RecycleTable = NO_RECYCL
             scores=np.array([score for _, score, _ in every], np.int32),
             weights=np.ones(len(every), np.float32),
             sources=np.array([source for _, _, source in every], np.int32),
-            starts=np.cumsum([0, *map(len, batch)], dtype=np.int32),
+            owners=np.repeat(np.arange(len(batch)), [len(drafts) for drafts in batch]).astype(np.int32),
         ),
         RootArrays(
-            about=np.array([[2, 3, max_depth]] * len(batch), np.int32),
+            about=np.array([[2, 3, max_depth, place] for place in range(len(batch))], np.int32),
             runner_ups=np.full((len(batch), 7), -1, np.int32),
             runner_up_logits=np.zeros((len(batch), 7), np.float32),
         ),

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from lookfar.core.arrays import Bools, Int32s, Ints
 from lookfar.core.jit import jit
-from lookfar.core.tree import NO_TREE, DraftTree
+from lookfar.core.tree import NO_TREE, DraftTree, DraftTrees
+
+# Columns about a request in a flat plan.
+NUM_CACHED, FIRST_PENDING, NUM_PENDING, FIRST_NODE, NUM_NODES, NUM_WINDOW, COMPLETE, PREDICT = range(8)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class RequestPlan:
 
     def __len__(self) -> int:
         window = sum(map(len, self.windows)) if self.windows else 0
-        return len(self.pending) + len(self.tree.tokens) + window
+        return len(self.pending) + len(self.tree) + window
 
     @property
     def last_row(self) -> int:
@@ -126,6 +130,14 @@ class RequestPlan:
         return np.concatenate([pending, np.ones(len(self.tree), bool), *(w.wanted for w in self.windows)])
 
 
+class FlatPlan(NamedTuple):
+    """The rows of all requests in a few arrays, for compiled code that works on a whole batch."""
+
+    about: Ints  # [batch, columns]
+    pending: Ints  # the pending tokens of all requests, one behind the other
+    nodes: Int32s  # [5, nodes] their draft trees, one behind the other (`DraftTrees.columns`)
+
+
 class StepPlan:
     """One forward pass for several requests.
 
@@ -133,8 +145,15 @@ class StepPlan:
     last token, see what that token sees, and are never read.
     """
 
-    def __init__(self, requests: Seq[RequestPlan], top_k: int = 0, logit_rows: Ints | None = None) -> None:
+    def __init__(
+        self,
+        requests: Seq[RequestPlan],
+        top_k: int = 0,
+        logit_rows: Ints | None = None,
+        trees: DraftTrees | None = None,
+    ) -> None:
         self.requests = requests
+        self._trees = trees  # those of the requests, if they lie behind each other already
         self.top_k = top_k  # how many of the most likely tokens to return for each row
         self.lengths = [len(rows) for rows in requests]
         self.width = max(self.lengths)
@@ -144,6 +163,24 @@ class StepPlan:
     @property
     def batch(self) -> int:
         return len(self.requests)
+
+    @cached_property
+    def trees(self) -> DraftTrees:
+        """The draft trees of all requests."""
+        return DraftTrees.of([rows.tree for rows in self.requests]) if self._trees is None else self._trees
+
+    @cached_property
+    def flat(self) -> FlatPlan:
+        requests, nodes = self.requests, np.array(self.trees.starts)
+        about: Ints = np.empty((len(requests), 8), np.int64)
+        about[:, NUM_CACHED] = [rows.num_cached for rows in requests]
+        about[:, NUM_PENDING] = pending = [len(rows.pending) for rows in requests]
+        about[:, FIRST_PENDING] = np.cumsum(pending) - pending
+        about[:, FIRST_NODE], about[:, NUM_NODES] = nodes[:-1], nodes[1:] - nodes[:-1]
+        about[:, NUM_WINDOW] = [sum(map(len, rows.windows)) if rows.windows else 0 for rows in requests]
+        about[:, COMPLETE] = [rows.complete for rows in requests]
+        about[:, PREDICT] = [rows.predict for rows in requests]
+        return FlatPlan(about, np.concatenate([rows.pending for rows in requests]), self.trees.columns)
 
     @cached_property
     def num_cached(self) -> Ints:
@@ -198,9 +235,11 @@ class StepPlan:
             (self.num_cached == self.num_cached[0]).all() and (self.num_rows == self.num_rows[0]).all()
         )
 
-    def spread(self, values: Ints) -> Ints:
-        """Place values of the logit rows, [batch, logit rows], at their rows, [batch, rows]; -1 elsewhere."""
-        spread = np.full((self.batch, self.width), -1, dtype=np.int64)
+    def spread(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Place values of the logit rows, [batch, logit rows, …], at their rows, [batch, rows, …]; -1 elsewhere."""
+        if len(self.logit_rows) == self.width:
+            return values
+        spread = np.full((self.batch, self.width, *values.shape[2:]), -1, values.dtype)
         spread[:, self.logit_rows] = values
         return spread
 
@@ -224,17 +263,3 @@ def visibility(pending, parents, window):  # type: ignore[no-untyped-def]
             visible[row, pending : pending + parent + 1] = visible[pending + parent, pending : pending + parent + 1]
         visible[row, row] = True
     return visible
-
-
-@jit
-def tokens_and_predecessors(pending, tokens, parents, before):  # type: ignore[no-untyped-def]
-    """Return the tokens of the pending rows and the tree, and the token before each; `before` precedes the first."""
-    fed = np.empty(len(pending) + len(tokens), np.int32)
-    previous = np.empty(len(fed), np.int32)
-    for row in range(len(pending)):
-        fed[row] = pending[row]
-        previous[row] = pending[row - 1] if row else before
-    for node in range(len(tokens)):
-        fed[len(pending) + node] = tokens[node]
-        previous[len(pending) + node] = fed[len(pending) + parents[node]]
-    return fed, previous

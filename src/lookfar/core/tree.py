@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -17,13 +18,9 @@ ROOT = -1  # the parent of a tree's first nodes: the last token of the text
 class DraftTree:
     """Draft tokens after the last token of a text. Parents come before their children."""
 
-    tokens: Int32s
-    parents: Int32s  # `ROOT` for a first token
-    depths: Int32s  # 1 for a first token
-    top_sources: Int32s  # the source with the strongest evidence for a node, as an index into `names`
+    columns: Int32s  # [5, nodes] the properties below
     scores: Floats  # the estimated probability that a node is accepted
-    num_sources: Int32s  # how many sources proposed a node
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # of sources
 
     @classmethod
     def from_paths(cls, paths: Seq[Seq[int]], source: str = "") -> DraftTree:
@@ -32,17 +29,44 @@ class DraftTree:
         for path in paths:
             for depth in range(1, len(path) + 1):
                 places.setdefault(tuple(path[:depth]), len(places))
-        columns = [[p[-1], places.get(p[:-1], ROOT), len(p), 0] for p in places]
-        tokens, parents, depths, sources = np.array(columns, dtype=np.int32).reshape(-1, 4).T
-        ones = np.ones(len(places))
-        return cls(tokens, parents, depths, sources, ones.astype(np.float32), ones.astype(np.int32), (source,))
+        rows = [[p[-1], places.get(p[:-1], ROOT), len(p), 0, 1] for p in places]
+        columns = np.array(rows, dtype=np.int32).reshape(-1, 5).T.copy()
+        return cls(columns, np.ones(len(places), np.float32), (source,))
+
+    @property
+    def tokens(self) -> Int32s:
+        return self._column(0)
+
+    @property
+    def parents(self) -> Int32s:
+        """The parent of each node, `ROOT` for a first token."""
+        return self._column(1)
+
+    @property
+    def depths(self) -> Int32s:
+        """1 for a first token."""
+        return self._column(2)
+
+    @property
+    def top_sources(self) -> Int32s:
+        """The source with the strongest evidence for a node, as an index into `names`."""
+        return self._column(3)
+
+    @property
+    def num_sources(self) -> Int32s:
+        """How many sources proposed a node."""
+        return self._column(4)
+
+    def _column(self, column: int) -> Int32s:
+        found: Int32s = self.columns[column]
+        return found
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return int(self.columns.shape[1])
 
     def child(self, node: int, token: int) -> int | None:
         """Return the child of `node` (or of `ROOT`) that holds `token`."""
-        found: int = find_child(self.parents, self.tokens, node, token) if len(self.tokens) else -1
+        found: int = find_child(self.parents, self.tokens, node, token) if len(self) else -1
         return found if found >= 0 else None
 
     def source(self, node: int) -> str:
@@ -61,6 +85,27 @@ class DraftTree:
         return path
 
 
+@dataclass(eq=False, slots=True)
+class DraftTrees:
+    """The draft trees of all requests of a step, one behind the other."""
+
+    columns: Int32s  # [5, nodes] as of `DraftTree`; parents are counted from the beginning of their own tree
+    scores: Floats  # [nodes]
+    starts: list[int]  # [batch + 1] where the tree of each request begins
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, trees: Seq[DraftTree]) -> DraftTrees:
+        """Put trees behind each other."""
+        starts = [0, *accumulate(map(len, trees))]
+        return cls(np.concatenate([t.columns for t in trees], 1), np.concatenate([t.scores for t in trees]), starts)
+
+    def split(self) -> list[DraftTree]:
+        """Return the tree of each request."""
+        columns, scores, names = self.columns, self.scores, self.names
+        return [DraftTree(columns[:, first:last], scores[first:last], names) for first, last in pairwise(self.starts)]
+
+
 @jit
 def find_child(parents, tokens, node, token):  # type: ignore[no-untyped-def]
     for i in range(max(node, 0), len(parents)):
@@ -69,4 +114,4 @@ def find_child(parents, tokens, node, token):  # type: ignore[no-untyped-def]
     return -1
 
 
-NO_TREE = DraftTree(*(np.zeros(0, np.int32),) * 4, np.zeros(0, np.float32), np.zeros(0, np.int32))
+NO_TREE = DraftTree(np.zeros((5, 0), np.int32), np.zeros(0, np.float32))

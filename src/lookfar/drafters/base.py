@@ -9,12 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s, Ints
-from lookfar.core.plan import NO_WINDOW, WindowRows
+from lookfar.core.plan import NO_WINDOW, FlatPlan, WindowRows
 from lookfar.core.tree import ROOT, DraftTree
 from lookfar.errors import ConfigError
 from lookfar.retrieval.recycle_table import RecycleTable
@@ -76,6 +76,31 @@ class Outcome:
         return [int(self.choices[1 + node]) for node in [ROOT, *self.tree.path_of(path)]]
 
 
+@dataclass(slots=True)
+class BatchProposal:
+    """The proposals of several drafters of one class."""
+
+    drafts: Int32s = field(default_factory=lambda: NO_DRAFTS)  # as of `Proposal`, those of all drafters
+    scores: Int32s = field(default_factory=lambda: NO_TOKENS)
+    weights: Floats = field(default_factory=lambda: NO_FLOATS)
+    owners: Int32s = field(default_factory=lambda: NO_TOKENS)  # [k] which of the drafters proposes each
+    runner_ups: tuple[Int32s, Floats] | None = None  # [drafters, k] tokens, -1 for none, and their logits
+
+
+@dataclass(slots=True)
+class BatchOutcome:
+    """The result of one step for several requests."""
+
+    texts: Seq[Seq[int]]  # already with the emitted tokens
+    finished: Seq[bool]
+    plan: FlatPlan
+    # [requests, 5] the place in the plan, the first row in the results, the row from which the last token was chosen,
+    # the last emitted token (-1 for none), and the token before the first row (-1 for none)
+    about: Ints
+    top_ids: Int32s | None  # [all rows, k]
+    top_logits: Floats | None
+
+
 class Drafter(Protocol):
     """A source of draft tokens for one request. `ids` is its whole text so far, prompt included."""
 
@@ -87,6 +112,46 @@ class Drafter(Protocol):
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
         """Learn from a step; `ids` already ends in the emitted tokens."""
+
+
+class DrafterBatch(ABC):
+    """The drafters of one class for several requests. It is kept as long as these requests share their steps."""
+
+    tables: Seq[RecycleTable] = ()  # of each drafter, if they have one
+
+    @abstractmethod
+    def propose(self, texts: Seq[Seq[int]], limits: Int32s) -> BatchProposal:
+        """Propose what follows each text, at most `limits` tokens deep."""
+
+    def observe(self, outcome: BatchOutcome) -> None:  # noqa: B027  not every class learns
+        """Learn from a step."""
+
+
+class BatchDrafter(ABC):
+    """A drafter that can draft together with those of other requests, in one call: batches need that."""
+
+    name: str
+    wants_predictions: bool
+    wants_steps: ClassVar[bool]  # whether it learns from every step, or from the last one of a request only
+
+    @classmethod
+    @abstractmethod
+    def together(cls, drafters: Seq[Any]) -> DrafterBatch:
+        """Put the drafters of several requests together."""
+
+    def propose(self, ids: Seq[int], limit: int) -> Proposal:
+        """Propose what follows one text."""
+        batch = self.together([self])
+        found = batch.propose([ids], np.array([limit], np.int32))
+        proposal = Proposal(found.drafts, found.scores, found.weights, table=batch.tables[0] if batch.tables else None)
+        if found.runner_ups is not None:
+            (tokens,), (logits,) = found.runner_ups
+            proposal.runner_ups, proposal.runner_up_logits = tokens[tokens >= 0], logits[tokens >= 0]
+        return proposal
+
+    @abstractmethod
+    def observe(self, ids: Seq[int], outcome: Outcome) -> None:
+        """Learn from a step of one request."""
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from lookfar.core.arrays import Floats, Int32s
-from lookfar.drafters.base import NO_FLOATS, NO_TOKENS, DraftContext, Drafter, Outcome, Proposal, Strategy
-from lookfar.retrieval.recycle_table import RecycleTable
+import numpy as np
+
+from lookfar.core.arrays import Int32s, Ints
+from lookfar.drafters.base import (
+    BatchDrafter,
+    BatchOutcome,
+    BatchProposal,
+    DraftContext,
+    Drafter,
+    DrafterBatch,
+    Outcome,
+    Strategy,
+)
+from lookfar.retrieval.recycle_table import RecycleTable, RunnerUps, read_runner_ups
 
 
 @dataclass(frozen=True)
@@ -30,28 +41,44 @@ class Recycle(Strategy):
         return self.rows
 
 
-class RecycleDrafter:
+class RecycleDrafter(BatchDrafter):
     """Proposes a table that continues every node of the tree, and the runner-ups of the last token as first tokens."""
 
     name = Recycle.name
-    wants_predictions = True
+    wants_predictions = wants_steps = True
 
     def __init__(self, table: RecycleTable) -> None:
         self.table = table
-        self.runner_ups: Int32s = NO_TOKENS
-        self.runner_up_logits: Floats = NO_FLOATS
+        self.runner_ups = RunnerUps()
 
-    def propose(self, ids: Seq[int], limit: int) -> Proposal:
-        return Proposal(table=self.table, runner_ups=self.runner_ups, runner_up_logits=self.runner_up_logits)
+    @classmethod
+    def together(cls, drafters: Seq[RecycleDrafter]) -> RecycleBatch:
+        return RecycleBatch(drafters)
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
         rows = outcome.predictions
         if rows is None:
             return
         self.table.learn(rows.before, rows.tokens, rows.top_ids, rows.top_logits)
-        top, logits = rows.top_ids[outcome.last], rows.top_logits[outcome.last]
-        others: Any = slice(1, None)
-        if outcome.emitted and outcome.emitted[-1] != top[0]:  # sampled, or changed by a logits processor
-            others = top != outcome.emitted[-1]
-        most = len(top) - 1
-        self.runner_ups, self.runner_up_logits = top[others][:most], logits[others][:most]
+        last = outcome.emitted[-1] if outcome.emitted else -1
+        self.runner_ups.set(rows.top_ids[outcome.last], rows.top_logits[outcome.last], last)
+
+
+class RecycleBatch(DrafterBatch):
+    def __init__(self, drafters: Seq[RecycleDrafter]) -> None:
+        self.tables = [drafter.table for drafter in drafters]
+        self.drafters = drafters
+        self.runner_ups: Ints = np.array([drafter.runner_ups.address for drafter in drafters])
+        self.members: dict[RecycleTable, list[int]] = {}
+        for i, table in enumerate(self.tables):
+            self.members.setdefault(table, []).append(i)
+
+    def propose(self, texts: Seq[Seq[int]], limits: Int32s) -> BatchProposal:
+        return BatchProposal(runner_ups=read_runner_ups(self.runner_ups))
+
+    def observe(self, outcome: BatchOutcome) -> None:
+        if outcome.top_ids is None or outcome.top_logits is None:
+            return
+        top = outcome.top_ids, outcome.top_logits
+        for table, members in self.members.items():
+            table.learn_step(outcome.plan, outcome.about[members], top, self.runner_ups[members])

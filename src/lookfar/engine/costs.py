@@ -72,7 +72,7 @@ def tree_plan(rows: int, context: int, vocab_size: int, handle: int = 0) -> Step
     places = np.arange(rows - 1, dtype=np.int32)
     depths = np.log2(places + 2).astype(np.int32)
     scores = places.astype(np.float32)
-    tree = DraftTree(places % vocab_size, (places - 2) // 2, depths, places, scores, places)
+    tree = DraftTree(np.stack([places % vocab_size, (places - 2) // 2, depths, places, places]), scores)
     return StepPlan([RequestPlan(np.zeros(1, np.int64), context, handle, tree=tree)], TOP_K)
 
 

@@ -82,6 +82,12 @@ class RequestState:
         self.swapped: KVState | None = None  # its KV while it waits for its reader
         self.stats = Stats(prompt_tokens=len(self.ids))
         self.sampler = Sampler(request.sampling, request.prompt)
+        # On an accelerator one call for all rows is faster than several calls that each wait for the device. On a CPU
+        # it is the other way round: most rows are never reached, and sorting a vocabulary takes milliseconds.
+        self.samples_by_row = self.sampler.is_row_parallel and self.sampler.device.type != "cpu"
+        # Verification has to run code of the request for every token: criteria, or processors that see the text.
+        self.has_rules = bool(request.criteria) or not (self.sampler.is_argmax or self.samples_by_row)
+        self.stop_ids = request.stop_ids
         self.exported: KVState | None = None
         context = DraftContext(request.prompt, request.max_length, state.sources, request.remember)
         self.speculation = RequestSpeculation(request.strategies, request.budget, context, state)

@@ -200,13 +200,13 @@ class Scheduler:
         self, batch: StepBatch, plan: StepPlan, walks: list[Walk | None], result: StepResult
     ) -> list[StepOutput]:
         """Keep the KV of accepted tokens, free the requests that ended, and return the outputs of the step."""
-        for state, rows, walk in zip(batch.requests, plan.requests, walks, strict=True):
+        for state, rows, walk, length in zip(batch.requests, plan.requests, walks, plan.lengths, strict=True):
             if state.error is None:
-                kept = list(range(len(rows.pending)))
+                pending, accepted = len(rows.pending), []
                 if walk is not None:
-                    kept += [rows.node_row(node) for node in walk.nodes]
-                    state.stats.rows += len(rows) - rows.last_row
-                state.num_cached = self.cache.commit(state.kv, kept)
+                    accepted = [pending + node for node in walk.nodes]
+                    state.stats.rows += length - pending + 1
+                state.num_cached = self.cache.commit(state.kv, pending, accepted)
         for state in reversed([state for state in batch.requests if state.is_finished]):
             if state.request.kv.export and state.error is None:
                 # The caller's own cache still holds what came from it; the last token was never fed.

@@ -8,8 +8,8 @@ from time import perf_counter
 
 import numpy as np
 
-from lookfar.core.arrays import Ints
-from lookfar.core.plan import RequestPlan, StepPlan
+from lookfar.core.jit import jit
+from lookfar.core.plan import COMPLETE, FIRST_NODE, NUM_NODES, NUM_PENDING, RequestPlan, StepPlan
 from lookfar.core.tree import ROOT, DraftTree
 from lookfar.engine.request import FinishReason, RequestState
 from lookfar.engine.stopping import finish_reason
@@ -17,7 +17,7 @@ from lookfar.runners.base import StepResult
 from lookfar.sampling.sampler import check_sampled
 
 
-@dataclass
+@dataclass(slots=True)
 class Walk:
     """The accepted nodes of a request's tree, and the tokens that they emit, followed by the bonus token."""
 
@@ -55,65 +55,113 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
 
     An error of a request's own code (a logits processor, a stopping criterion, a grammar) fails that request only.
     """
+    sampling = _sample_rows(requests, plan, result)
+    tokens, nodes, ends = walk_trees(tuple(plan.flat), result.starts, result.choices)
+    all_tokens, all_nodes, start = tokens.tolist(), nodes.tolist(), 0
     walks: list[Walk | None] = []
-    for place, (request, rows) in enumerate(zip(requests, plan.requests, strict=True)):
-        walks.append(None)
-        if request.error is not None or not rows.complete:
-            continue
-        try:
-            accepted = walks[-1] = _walk_request(place, request, rows, result)
-        except BaseException as error:
-            request.fail(error)
-        else:
-            request.accept(accepted.tokens, accepted.finish_reason)
+    for place, (request, end) in enumerate(zip(requests, ends.tolist(), strict=True)):
+        found = None
+        if end > start and request.error is None:
+            try:
+                if request.has_rules:
+                    found = _walk_with_rules(place, request, plan.requests[place], result)
+                else:
+                    found = Walk(all_nodes[start : end - 1], all_tokens[start:end])
+                    _end_at_limit(request, found)
+                if request.samples_by_row:
+                    check_sampled(np.array(found.tokens))
+                    found.sampling_seconds = sampling.get(place, 0.0)
+                request.accept(found.tokens, found.finish_reason)
+            except BaseException as error:
+                request.fail(error)
+                found = None
+        walks.append(found)
+        start = end
     return walks
 
 
-def _walk_request(place: int, request: RequestState, rows: RequestPlan, result: StepResult) -> Walk:
-    started, chosen, sampler = perf_counter(), result.choices[place], request.sampler
+def _sample_rows(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> dict[int, float]:
+    """Sample the tokens after all rows of requests that can; they replace the most likely tokens.
 
-    def ends(tokens: list[int]) -> FinishReason | None:
-        return finish_reason(request, tokens)
+    Returns the seconds that it took for each request.
+    """
+    seconds = {}
+    for place, request in enumerate(requests):
+        rows, sampler = plan.requests[place], request.sampler
+        if not request.samples_by_row or not rows.complete or request.error is not None:
+            continue
+        started = perf_counter()
+        first, count = int(result.starts[place]) + rows.last_row, 1 + len(rows.tree)
+        try:
+            if result.sampled is not None:
+                sampled = result.sampled[first : first + count]
+            else:
+                of_request = np.arange(rows.last_row, rows.last_row + count)
+                sampled = sampler.choose_rows(rows.tree.depths, result.logits(place, of_request))
+                seconds[place] = perf_counter() - started
+            result.choices[first : first + count] = sampled
+        except BaseException as error:
+            request.fail(error)
+    return seconds
 
-    if not sampler.is_argmax:
-        sampled = _sample_rows(place, request, rows, result)
-        if sampled is None:
-            found = walk(rows.tree, _choose_one_by_one(place, request, rows, result), ends)
-        else:
-            chosen[rows.last_row : rows.node_row(len(rows.tree))] = sampled
-            found = walk(rows.tree, lambda node, _: int(chosen[rows.node_row(node)]), ends)
-        if not result.sampled:
-            found.sampling_seconds = perf_counter() - started
-        return found
-    return walk(rows.tree, lambda node, _: int(chosen[rows.node_row(node)]), ends)
+
+def _end_at_limit(request: RequestState, found: Walk) -> None:
+    """End a walk at the first stop token, or with the last token that the request may emit."""
+    tokens, stop_ids = found.tokens, request.stop_ids
+    if not stop_ids.isdisjoint(tokens):
+        end = next(i for i, token in enumerate(tokens) if token in stop_ids)
+        del tokens[end + 1 :], found.nodes[end:]
+        found.finish_reason = "stop"
+    elif len(tokens) >= request.remaining:
+        found.finish_reason = "length"
 
 
-def _choose_one_by_one(
-    place: int, request: RequestState, rows: RequestPlan, result: StepResult
-) -> Callable[[int, list[int]], int]:
-    """Return a function that chooses after one node, with the text that leads there: only reached nodes cost."""
+def _walk_with_rules(place: int, request: RequestState, rows: RequestPlan, result: StepResult) -> Walk:
+    """Walk with stopping criteria, or with logits processors that look at the text that leads to a node.
+
+    Such processors run for one node after the other, so only reached nodes cost.
+    """
+    started, first = perf_counter(), int(result.starts[place])
+    one_by_one = not (request.sampler.is_argmax or request.samples_by_row)
 
     def choose(node: int, tokens: list[int]) -> int:
         row = rows.node_row(node)
-        token = request.sampler.choose(tokens, result.logits(place, np.array([row]))[0])
-        result.choices[place][row] = token
-        return token
+        if one_by_one:
+            result.choices[first + row] = request.sampler.choose(tokens, result.logits(place, np.array([row]))[0])
+        return int(result.choices[first + row])
 
-    return choose
+    found = walk(rows.tree, choose, lambda tokens: finish_reason(request, tokens))
+    if one_by_one:
+        found.sampling_seconds = perf_counter() - started
+    return found
 
 
-def _sample_rows(place: int, request: RequestState, rows: RequestPlan, result: StepResult) -> Ints | None:
-    """Return the tokens sampled after the last token and all nodes; None if they have to be sampled one by one.
+@jit
+def walk_trees(plan, starts, choices):  # type: ignore[no-untyped-def]
+    """Walk the trees of all requests that emit tokens, down the chosen tokens.
 
-    On an accelerator one call for all rows is faster than several calls that each wait for the device. On a CPU it is
-    the other way round: most rows are never reached, and sorting a vocabulary takes milliseconds.
+    Returns the emitted tokens of all requests, the nodes that hold them (the last one of a request is no node), and
+    where those of each request end.
     """
-    sampler = request.sampler
-    if not sampler.is_row_parallel or sampler.device.type == "cpu":
-        return None
-    first, last = rows.last_row, rows.node_row(len(rows.tree))
-    if result.sampled:
-        sampled = result.sampled[place][first:last]
-        check_sampled(sampled)
-        return sampled
-    return sampler.choose_rows(rows.tree.depths, result.logits(place, np.arange(first, last)))
+    about, _, nodes = plan
+    most = nodes.shape[1] + len(about)
+    tokens, accepted = np.empty(most, np.int32), np.empty(most, np.int32)
+    ends, count = np.empty(len(about), np.int32), 0
+    for i in range(len(about)):
+        own = about[i]
+        if own[COMPLETE]:
+            first_row, first, end = starts[i] + own[NUM_PENDING], own[FIRST_NODE], own[FIRST_NODE] + own[NUM_NODES]
+            node = -1
+            while True:
+                token = choices[first_row + node]
+                tokens[count] = token
+                child = first + max(node, 0)
+                while child < end and not (nodes[1, child] == node and nodes[0, child] == token):
+                    child += 1
+                node = child - first
+                accepted[count] = node
+                count += 1
+                if child == end:
+                    break
+        ends[i] = count
+    return tokens[:count], accepted[:count], ends

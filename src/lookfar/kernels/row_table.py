@@ -15,8 +15,17 @@ from typing import NamedTuple
 import numpy as np
 
 from lookfar.core.arrays import Int32s, Ints
-from lookfar.core.jit import jit
-from lookfar.core.plan import RequestPlan
+from lookfar.core.jit import inline_jit, jit
+from lookfar.core.plan import (
+    FIRST_NODE,
+    FIRST_PENDING,
+    NUM_CACHED,
+    NUM_NODES,
+    NUM_PENDING,
+    NUM_WINDOW,
+    RequestPlan,
+    StepPlan,
+)
 
 MAX_PATH = 32  # the longest tree path; also where attention separates near keys from far ones
 TILE_SIZE = 16  # the most rows of a tile
@@ -46,23 +55,26 @@ class RowTable:
     arrays: StepArrays
     spare: int
 
-    def fill(self, plans: Seq[RequestPlan], slots: Seq[int]) -> bool:
+    def fill(self, plan: StepPlan, slots: Seq[int]) -> bool:
         """Write a step into the buffers; False if a row sees something else than a prefix and one short path."""
-        arrays = tuple(self.arrays)
-        row = tile = 0
-        for rows, slot in zip(plans, slots, strict=True):
-            window = sum(map(len, rows.windows)) if rows.windows else 0
-            where = slot, rows.num_cached, row
-            if not describe_rows(arrays, where, rows.pending, rows.tree.tokens, rows.tree.parents, window):
+        arrays, of_request = tuple(self.arrays), np.array(slots, np.int64)
+        if not describe_step(arrays, tuple(plan.flat), of_request):
+            return False
+        row = 0
+        for rows, slot in zip(plan.requests, slots, strict=True):
+            if rows.windows and not self._fill_windows(rows, (slot, rows.num_cached, row)):
                 return False
-            if window and not self._fill_windows(rows, where):
-                return False
-            tile = lay_tiles(arrays, slot, row, len(rows), tile)
             row += len(rows)
-        pad(arrays, row, tile, self.spare)
+        tiles = lay_tiles(arrays, plan.flat.about, of_request)
+        pad(arrays, row, tiles, self.spare)
         return True
 
+    def clear(self) -> None:
+        """Describe a step of nothing but padding."""
+        pad(tuple(self.arrays), 0, 0, self.spare)
+
     def _fill_windows(self, rows: RequestPlan, where: tuple[int, int, int]) -> bool:
+        """Describe the window rows of a request; `where` is its slot, what it has cached, and its first row."""
         start = len(rows.pending) + len(rows.tree)
         columns = slice(where[2] + start, where[2] + len(rows))
         self.arrays.inputs[TOKENS, columns] = rows.tokens[start:]
@@ -86,6 +98,21 @@ def set_visible(tables, windows, row, slot, prefix_len, kv_len):  # type: ignore
 
 
 @jit
+def describe_step(arrays, plan, slots):  # type: ignore[no-untyped-def]
+    """Describe the pending tokens and the trees of all requests; False if a tree is too deep."""
+    about, pending, nodes = plan
+    first = 0
+    for i in range(len(about)):
+        own, own_nodes = about[i], nodes[:, about[i, FIRST_NODE] : about[i, FIRST_NODE] + about[i, NUM_NODES]]
+        where = slots[i], own[NUM_CACHED], first
+        tokens = pending[own[FIRST_PENDING] : own[FIRST_PENDING] + own[NUM_PENDING]]
+        if not describe_rows(arrays, where, tokens, own_nodes[0], own_nodes[1], own[NUM_WINDOW]):
+            return False
+        first += own[NUM_PENDING] + own[NUM_NODES] + own[NUM_WINDOW]
+    return True
+
+
+@inline_jit
 def describe_rows(arrays, where, pending, tokens, parents, window):  # type: ignore[no-untyped-def]
     """Describe the pending tokens and the tree of one request; `where` is its slot, what it has cached, its first row.
 
@@ -142,20 +169,24 @@ def describe_window(arrays, where, pending, start, sees, offsets):  # type: igno
 
 
 @jit
-def lay_tiles(arrays, slot, first, count, tile):  # type: ignore[no-untyped-def]
-    """Describe the tiles of one request, from `tile` on. Returns the next one."""
+def lay_tiles(arrays, about, slots):  # type: ignore[no-untyped-def]
+    """Describe the tiles of all requests. Returns their number."""
     inputs, tables, _ = arrays
-    for start in range(first, first + count, TILE_SIZE):
-        end = min(start + TILE_SIZE, first + count)
-        for kind in range(len(tables)):
-            kv_len, window_start = 0, tables[kind, start, WINDOW_START]
-            for row in range(start, end):
-                kv_len = max(kv_len, tables[kind, row, KV_LEN])
-                window_start = min(window_start, tables[kind, row, WINDOW_START])
-            entry = tables[kind, inputs.shape[1] + tile]
-            entry[TILE_FIRST], entry[TILE_ROWS], entry[TILE_SLOT] = start, end - start, slot
-            entry[TILE_KV_LEN], entry[TILE_WINDOW_START] = kv_len, window_start
-        tile += 1
+    first = tile = 0
+    for i in range(len(about)):
+        count = about[i, NUM_PENDING] + about[i, NUM_NODES] + about[i, NUM_WINDOW]
+        for start in range(first, first + count, TILE_SIZE):
+            end = min(start + TILE_SIZE, first + count)
+            for kind in range(len(tables)):
+                kv_len, window_start = 0, tables[kind, start, WINDOW_START]
+                for row in range(start, end):
+                    kv_len = max(kv_len, tables[kind, row, KV_LEN])
+                    window_start = min(window_start, tables[kind, row, WINDOW_START])
+                entry = tables[kind, inputs.shape[1] + tile]
+                entry[TILE_FIRST], entry[TILE_ROWS], entry[TILE_SLOT] = start, end - start, slots[i]
+                entry[TILE_KV_LEN], entry[TILE_WINDOW_START] = kv_len, window_start
+            tile += 1
+        first += count
     return tile
 
 

@@ -62,8 +62,8 @@ class KVCache(ABC):
         """Return the transformers cache through which a forward pass writes the rows of a plan."""
 
     @abstractmethod
-    def commit(self, handle: KVHandle, rows: Seq[int]) -> int:
-        """Keep these rows of the last step (ascending) and drop the others; return the number of cached tokens."""
+    def commit(self, handle: KVHandle, first: int, others: Seq[int] = ()) -> int:
+        """Keep the first rows of the last step and some others (ascending); return the number of cached tokens."""
 
     @abstractmethod
     def fork(self, handle: KVHandle, length: int) -> KVHandle:

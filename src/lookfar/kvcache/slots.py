@@ -121,16 +121,16 @@ class SlotKVCache(KVCache):
         self.buffers.begin(plan, first)
         return self.buffers
 
-    def commit(self, handle: KVHandle, rows: Seq[int]) -> int:
+    def commit(self, handle: KVHandle, first: int, others: Seq[int] = ()) -> int:
         """Record the moves; they are carried out before the slot is read again."""
         slot = self._slot_of[handle]
         start = self._lengths[slot]
-        if rows and rows[-1] != len(rows) - 1:  # otherwise all rows are where they belong, since they ascend
-            moved = [(start + row, start + place) for place, row in enumerate(rows) if row != place]
+        length = self._lengths[slot] = start + first + len(others)
+        if others and start + others[-1] != length - 1:  # otherwise all rows are where they belong, since they ascend
+            moved = [(start + row, start + place) for place, row in enumerate(others, first) if row != place]
             source, target = np.array(moved, dtype=np.int64).T
             self._moves[slot] = source, target
-        self._lengths[slot] = start + len(rows)
-        return start + len(rows)
+        return length
 
     def take_moves(self, slot: int, most: int) -> tuple[Ints, Ints] | None:
         """Hand over the noted moves of a slot, from which positions and to which, if there are at most `most`."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lookfar.core.arrays import Floats, Int32s
+from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.locks import fork_safe_lock
 from lookfar.errors import StoreError
 from lookfar.retrieval.store_file import StoreContents, read_store_file, tokenizer_fingerprint, write_store_file
-from lookfar.retrieval.suffix_index import END, SuffixIndex
+from lookfar.retrieval.suffix_index import END, Matches, SuffixIndex
 from lookfar.retrieval.trie import CountedNodes, CountedTrie
 
 if TYPE_CHECKING:
@@ -93,6 +93,11 @@ class DraftStore:
         """Return continuations of the longest suffixes of `tail`, and the lengths of their matches."""
         with self._lock:
             return self.index.find(tail, limit, depth)
+
+    def find_all(self, texts: Ints, wanted: Int32s) -> Matches:
+        """Return continuations of the longest suffixes of several texts (`SuffixIndex.find_all`)."""
+        with self._lock:
+            return self.index.find_all(texts, wanted)
 
     def branches(
         self, suffix: Int32s, weight: float, own: CountedTrie, own_weight: float, limits: tuple[int, int]

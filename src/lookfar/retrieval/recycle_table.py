@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lookfar.core.addresses import address_of, floats_at, ints_at, longs_at
 from lookfar.core.arrays import Floats, Int32s, Ints
-from lookfar.core.jit import jit
+from lookfar.core.jit import inline_jit, jit
+from lookfar.core.plan import COMPLETE, FIRST_NODE, FIRST_PENDING, NUM_NODES, NUM_PENDING, PREDICT, FlatPlan
 
 TOP_K = 8  # predictions kept for each token and pair
 SAMPLED_TOP_K = 24  # the same for sampled texts, where the sampling noise says which of them to draft
@@ -47,6 +49,28 @@ class RecycleTable:
         """
         store_predictions(tuple(self.arrays), before, tokens, top_ids, top_logits)
 
+    def learn_step(self, plan: FlatPlan, about: Ints, top: tuple[Int32s, Floats], runner_ups: Ints) -> None:
+        """Learn what was predicted after the rows of a step, for some of its requests.
+
+        `about` says which ones and where their rows are (`BatchOutcome`). `runner_ups` are the addresses of their
+        runner-ups, which are set.
+        """
+        learn_rows(tuple(self.arrays), tuple(plan), about, top, runner_ups)
+
+
+class RunnerUps:
+    """The alternatives to the last token of a text, most likely first."""
+
+    def __init__(self) -> None:
+        self.tokens: Int32s = np.full(SAMPLED_TOP_K - 1, -1, np.int32)  # -1 for none
+        self.logits: Floats = np.zeros(SAMPLED_TOP_K - 1, np.float32)
+        self._arrays: Ints = np.array([address_of(self.tokens), address_of(self.logits)])
+        self.address = address_of(self._arrays)
+
+    def set(self, top_ids: Int32s, top_logits: Floats, emitted: int) -> None:
+        """Take the most likely tokens except the one that was emitted; the first one if that is not known (-1)."""
+        set_runner_ups(self.address, top_ids, top_logits, emitted)
+
 
 NO_RECYCLING = RecycleTable(0, 0)
 
@@ -66,24 +90,75 @@ def find_pair(keys, before, last):  # type: ignore[no-untyped-def]
     return slot if keys[slot] == (np.int64(before) << 32) | last else -1
 
 
+@inline_jit
+def store_prediction(arrays, before, token, top, row):  # type: ignore[no-untyped-def]
+    """Fill the rows of a token and of a pair; -1 ends a row, and what lies behind it is never read."""
+    token_ids, token_logits, pair_keys, pair_ids, pair_logits = arrays
+    top_ids, top_logits = top
+    k = top_ids.shape[1]
+    if 0 <= token < len(token_ids):
+        for j in range(k):
+            token_ids[token, j], token_logits[token, j] = top_ids[row, j], top_logits[row, j]
+        if k < token_ids.shape[1]:
+            token_ids[token, k] = -1
+        if before >= 0:
+            slot = pair_slot(before, token, len(pair_keys))
+            pair_keys[slot] = (np.int64(before) << 32) | token
+            for j in range(k):
+                pair_ids[slot, j], pair_logits[slot, j] = top_ids[row, j], top_logits[row, j]
+            if k < token_ids.shape[1]:
+                pair_ids[slot, k] = -1
+
+
 @jit
 def store_predictions(arrays, before, tokens, top_ids, top_logits):  # type: ignore[no-untyped-def]
-    """Fill the rows of tokens and pairs; -1 ends a row, and what lies behind it is never read."""
-    token_ids, token_logits, pair_keys, pair_ids, pair_logits = arrays
-    k = top_ids.shape[1]
-    full = k == token_ids.shape[1]
     for i in range(len(tokens)):
-        token = tokens[i]
-        if token < 0 or token >= len(token_ids):
+        store_prediction(arrays, before[i], tokens[i], (top_ids, top_logits), i)
+
+
+@jit
+def learn_rows(arrays, plan, about, top, runner_ups):  # type: ignore[no-untyped-def]
+    """Store the predictions after all rows of some requests, windows excepted, and set their runner-ups."""
+    all_about, pending, nodes = plan
+    top_ids, top_logits = top
+    for i in range(len(about)):
+        place, start, last, emitted, before = about[i]
+        own = all_about[place]
+        predict = max(own[PREDICT], 1) if own[COMPLETE] else own[PREDICT]
+        if predict + own[NUM_NODES] == 0:
             continue
-        for j in range(k):
-            token_ids[token, j], token_logits[token, j] = top_ids[i, j], top_logits[i, j]
-        if not full:
-            token_ids[token, k] = -1
-        if before[i] >= 0:
-            slot = pair_slot(before[i], token, len(pair_keys))
-            pair_keys[slot] = (np.int64(before[i]) << 32) | token
-            for j in range(k):
-                pair_ids[slot, j], pair_logits[slot, j] = top_ids[i, j], top_logits[i, j]
-            if not full:
-                pair_ids[slot, k] = -1
+        tokens = pending[own[FIRST_PENDING] : own[FIRST_PENDING] + own[NUM_PENDING]]
+        for row in range(len(tokens) - predict, len(tokens)):
+            previous = tokens[row - 1] if row else before
+            store_prediction(arrays, previous, tokens[row], top, start + row)
+        for node in range(own[FIRST_NODE], own[FIRST_NODE] + own[NUM_NODES]):
+            parent = nodes[1, node]
+            previous = nodes[0, own[FIRST_NODE] + parent] if parent >= 0 else tokens[-1]
+            row = start + len(tokens) + node - own[FIRST_NODE]
+            store_prediction(arrays, previous, nodes[0, node], top, row)
+        set_runner_ups(runner_ups[i], top_ids[last], top_logits[last], emitted)
+
+
+@jit
+def set_runner_ups(address, top_ids, top_logits, emitted):  # type: ignore[no-untyped-def]
+    arrays = longs_at(address, 2)
+    tokens, logits = ints_at(arrays[0], SAMPLED_TOP_K - 1), floats_at(arrays[1], SAMPLED_TOP_K - 1)
+    left_out = emitted if emitted >= 0 else top_ids[0]
+    count, most = 0, len(top_ids) - 1
+    for k in range(len(top_ids)):
+        if top_ids[k] != left_out and count < most:
+            tokens[count], logits[count] = top_ids[k], top_logits[k]
+            count += 1
+    tokens[count:] = -1
+
+
+@jit
+def read_runner_ups(addresses):  # type: ignore[no-untyped-def]
+    """Return the tokens and logits of the runner-ups of several texts, [texts, k]."""
+    tokens = np.empty((len(addresses), SAMPLED_TOP_K - 1), np.int32)
+    logits = np.empty(tokens.shape, np.float32)
+    for i in range(len(addresses)):
+        arrays = longs_at(addresses[i], 2)
+        tokens[i] = ints_at(arrays[0], SAMPLED_TOP_K - 1)
+        logits[i] = floats_at(arrays[1], SAMPLED_TOP_K - 1)
+    return tokens, logits

@@ -14,21 +14,37 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lookfar.core.arrays import Int32s
-from lookfar.core.jit import jit
+from lookfar.core.addresses import address_of, ints_at, longs_at
+from lookfar.core.arrays import Int32s, Ints
+from lookfar.core.jit import inline_jit, jit
 
 END = -1  # separates two texts
 MAX_LINKS = 24  # links followed for each length
 MAX_MATCH = 32  # matches are measured up to this length
 
 
-class IndexArrays(NamedTuple):
-    """The arrays of an index. Compiled code takes them as a plain tuple, which numba unpacks faster."""
+# Where the arrays of an index are, how large they are, and how many tokens it holds.
+TOKENS_AT, HEADS_AT, LINKS_AT, ROOM, BUCKETS, SIZE = range(6)
 
-    tokens: Int32s  # [room] the texts, `END` between them and behind the last token
-    heads: Int32s  # [lengths, buckets] the latest place of each hash, -1 for none
-    links: Int32s  # [lengths, room] the previous place with the same hash, -1 for none
-    lengths: Int32s  # [lengths] the chained n, longest first
+
+class Matches(NamedTuple):
+    """Continuations of earlier occurrences: for each query the longest match first, then the latest."""
+
+    continuations: Int32s  # [n, depth] `END` behind the end of each
+    lengths: Int32s  # [n] how many tokens match
+    queries: Int32s  # [n] which query each belongs to
+    ranks: Int32s  # [n] its place among the matches of the query
+
+    @classmethod
+    def together(cls, parts: Seq[Matches]) -> Matches:
+        """Put matches of the same depth behind each other."""
+        if len(parts) == 1:
+            return parts[0]
+        depth = max(part.continuations.shape[1] for part in parts)
+        missing = [((0, 0), (0, depth - part.continuations.shape[1])) for part in parts]
+        padded = [np.pad(p.continuations, m, constant_values=END) for p, m in zip(parts, missing, strict=True)]
+        lengths, queries, ranks = (np.concatenate(column) for column in list(zip(*parts, strict=True))[1:])
+        return cls(np.concatenate(padded), lengths, queries, ranks)
 
 
 class SuffixIndex:
@@ -36,73 +52,122 @@ class SuffixIndex:
 
     def __init__(self, capacity: int, lengths: tuple[int, ...]) -> None:
         self.capacity = capacity
-        self.size = 0
-        self._lengths = np.array(lengths, dtype=np.int32)
+        self.lengths = np.array(lengths, dtype=np.int32)
+        self.state: Ints = np.zeros(6, np.int64)  # for compiled code
+        self.address = address_of(self.state)
         self._allocate(min(capacity, 1 << 12), np.zeros(0, np.int32))
 
     def _allocate(self, room: int, tokens: Int32s) -> None:
         """Make arrays for `room` tokens and index `tokens` in them."""
         buckets = 1 << max(room - 1, 1).bit_length()
-        self.arrays = IndexArrays(
-            np.full(room, END, dtype=np.int32),
-            np.full((len(self._lengths), buckets), -1, dtype=np.int32),
-            np.full((len(self._lengths), room), -1, dtype=np.int32),
-            self._lengths,
-        )
-        self.size = add_tokens(tuple(self.arrays), 0, tokens)
+        self._tokens: Int32s = np.full(room, END, dtype=np.int32)  # the texts, `END` between them and behind the last
+        self._heads: Int32s = np.full((len(self.lengths), buckets), -1, dtype=np.int32)  # the latest place of each hash
+        self._links: Int32s = np.full((len(self.lengths), room), -1, dtype=np.int32)  # the previous one; -1: none
+        self.room = room
+        arrays = self._tokens, self._heads, self._links
+        self.state[:] = [*map(address_of, arrays), room, buckets, 0]
+        add_tokens(self.address, self.lengths, tokens)
+
+    @property
+    def size(self) -> int:
+        """The number of tokens, `END` between texts included."""
+        return int(self.state[SIZE])
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays[:3])
+        return self._tokens.nbytes + self._heads.nbytes + self._links.nbytes
 
     @property
     def text(self) -> Int32s:
         """Everything stored, oldest first, `END` between texts."""
-        return self.arrays.tokens[: self.size]
+        return self._tokens[: self.size]
 
     def extend(self, ids: npt.ArrayLike) -> None:
         """Append to the last text. When the index is full, the older half is dropped."""
-        new = np.asarray(ids, dtype=np.int32)
+        new, half = np.asarray(ids, dtype=np.int32), self.capacity // 2
         if self.size + len(new) > self.capacity:
-            new = new[-(self.capacity // 2) :]
-            self._allocate(self.capacity, self.text[max(self.size - self.capacity // 2, 0) :])
-        elif self.size + len(new) > len(self.arrays.tokens):
-            self._allocate(min(self.capacity, 2 * (self.size + len(new))), self.text)
-        self.size = add_tokens(tuple(self.arrays), self.size, new)
+            new = new[-half:]
+            self._allocate(self.capacity, self.text[max(self.size - half, 0) :])
+        self.make_room(self.size + len(new))
+        add_tokens(self.address, self.lengths, new)
 
-    def extend_and_find(self, ids: Seq[int], limit: int, depth: int) -> tuple[Int32s, Int32s]:
-        """Append to the text, then find the continuations of earlier occurrences of its last tokens."""
-        if self.size + len(ids) > len(self.arrays.tokens):
-            self.extend(ids)
-            ids = ()
-        new = np.array(ids, dtype=np.int32)
-        self.size, continuations, matched = add_and_find(tuple(self.arrays), self.size, new, limit, depth)
-        return continuations, matched
+    def make_room(self, size: int) -> None:
+        """Make room for so many tokens, which must be within the capacity."""
+        if size > self.room:
+            self._allocate(min(self.capacity, 2 * size), self.text)
 
     def find(self, tail: Int32s, limit: int, depth: int) -> tuple[Int32s, Int32s]:
         """Find how the texts continued where they ended like `tail`.
 
-        Returns continuations, [k, depth], and match lengths, [k]: the longest match first, then the latest.
+        Returns at most `limit` continuations, [k, depth], and the lengths of their matches.
         """
-        found: tuple[Int32s, Int32s] = find_matches(tuple(self.arrays), self.size, tail, limit, depth)
-        return found
+        text: Ints = np.array([address_of(tail), 0, 0, len(tail), 0, len(tail)])
+        return self.find_all(np.array([address_of(text)]), np.array([[limit, depth]], np.int32))[:2]
+
+    def find_all(self, texts: Ints, wanted: Int32s) -> Matches:
+        """Find how the texts of this index continued where they ended like the texts of others.
+
+        `texts` are the addresses of those; `wanted` are the most matches and the tokens to copy from each, [texts, 2].
+        """
+        return Matches(*find_after(self.address, self.lengths, texts, wanted))
 
 
-@jit
+class FollowedTexts:
+    """The indexes of several texts that grow, all with the same chained lengths."""
+
+    def __init__(self, indexes: Seq[SuffixIndex]) -> None:
+        self.indexes = indexes
+        self.addresses: Ints = np.array([index.address for index in indexes])
+
+    def follow(self, texts: Seq[Seq[int]]) -> None:
+        """Append what is new in the texts."""
+        for index, ids in zip(self.indexes, texts, strict=True):
+            if index.size < len(ids):
+                index.extend(ids[index.size :])
+
+    def follow_and_find(self, texts: Seq[Seq[int]], wanted: Int32s) -> Matches:
+        """Append what is new in each text, and find how it continued where it ended as it does now.
+
+        `wanted` as for `SuffixIndex.find_all`.
+        """
+        new: list[int] = []
+        starts = [0]
+        for index, ids in zip(self.indexes, texts, strict=True):
+            if len(ids) > index.room:
+                index.make_room(len(ids))
+            new += ids[index.size :]
+            starts.append(len(new))
+        lengths = self.indexes[0].lengths
+        return Matches(*add_and_find(self.addresses, lengths, np.array(new, np.int32), np.array(starts), wanted))
+
+
+@inline_jit
+def arrays_of(address, lengths):  # type: ignore[no-untyped-def]
+    """Return the state of an index, its texts, and the heads and links of its hash chains."""
+    state = longs_at(address, 6)
+    room, kinds = state[ROOM], len(lengths)
+    tokens, links = ints_at(state[TOKENS_AT], room), ints_at(state[LINKS_AT], (kinds, room))
+    return state, tokens, ints_at(state[HEADS_AT], (kinds, state[BUCKETS])), links
+
+
+@inline_jit
 def bucket_of(tokens, end, length, buckets):  # type: ignore[no-untyped-def]
     """Hash `length` tokens up to `end`; -1 if a text begins among them."""
-    mixed = np.uint64(length)
+    mixed, bucket = np.uint64(length), np.int64(0)
     for i in range(end - length + 1, end + 1):
         if i < 0 or tokens[i] < 0:
-            return -1
+            bucket = np.int64(-1)
+            break
         mixed = (mixed ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(31)
-    return np.int64(mixed & np.uint64(buckets - 1))
+    return bucket if bucket < 0 else np.int64(mixed & np.uint64(buckets - 1))
 
 
 @jit
-def add_tokens(arrays, size, new):  # type: ignore[no-untyped-def]
-    tokens, heads, links, lengths = arrays
+def add_tokens(address, lengths, new):  # type: ignore[no-untyped-def]
+    """Append tokens to the text of an index, which has room for them."""
+    state, tokens, heads, links = arrays_of(address, lengths)
+    size = state[SIZE]
     for token in new:
         tokens[size] = token
         for i in range(len(lengths)):
@@ -111,10 +176,10 @@ def add_tokens(arrays, size, new):  # type: ignore[no-untyped-def]
                 links[i, size] = heads[i, bucket]
                 heads[i, bucket] = size
         size += 1
-    return size
+    state[SIZE] = size
 
 
-@jit
+@inline_jit
 def match_length(tokens, place, tail):  # type: ignore[no-untyped-def]
     length = 0
     while length < MAX_MATCH and length < len(tail) and length <= place:
@@ -126,12 +191,14 @@ def match_length(tokens, place, tail):  # type: ignore[no-untyped-def]
 
 
 @jit
-def find_matches(arrays, size, tail, limit, depth):  # type: ignore[no-untyped-def]
-    tokens, heads, links, lengths = arrays
-    most = MAX_LINKS * len(lengths)
-    places = np.empty(most, np.int32)
-    matched = np.empty(most, np.int32)
-    count = 0
+def find_places(address, lengths, tail, limit, room):  # type: ignore[no-untyped-def]
+    """Find the places where the text went on after an end like `tail`, the longest match first, then the latest.
+
+    They and the lengths of the matches are written to `room`; returns how many there are, `limit` of which are enough.
+    """
+    places, matched = room
+    state, tokens, heads, links = arrays_of(address, lengths)
+    size, count = state[SIZE], 0
     for i in range(len(lengths)):
         bucket = bucket_of(tail, len(tail) - 1, lengths[i], heads.shape[1])
         place = heads[i, bucket] if bucket >= 0 else -1
@@ -150,18 +217,20 @@ def find_matches(arrays, size, tail, limit, depth):  # type: ignore[no-untyped-d
             place = links[i, place]
         if count >= limit:
             break
-    order = np.argsort(-(matched[:count].astype(np.int64) << 32) - places[:count])[:limit]
-    continuations = np.full((len(order), depth), END, np.int32)
-    for k in range(len(order)):
-        copy_continuation(tokens, size, places[order[k]], continuations[k])
-    return continuations, matched[order]
+    for i in range(1, count):
+        place, length, at = places[i], matched[i], i
+        while at and (matched[at - 1] < length or (matched[at - 1] == length and places[at - 1] < place)):
+            places[at], matched[at] = places[at - 1], matched[at - 1]
+            at -= 1
+        places[at], matched[at] = place, length
+    return count
 
 
-@jit
-def copy_continuation(tokens, size, place, continuation):  # type: ignore[no-untyped-def]
+@inline_jit
+def copy_continuation(tokens, size, place, continuation, depth):  # type: ignore[no-untyped-def]
     """Copy what follows `place`. A match that runs into the end of the text repeats itself, as loops do."""
     period = size - 1 - place
-    for j in range(len(continuation)):
+    for j in range(depth):
         at = place + 1 + j
         if at < size:
             if tokens[at] < 0:
@@ -171,10 +240,56 @@ def copy_continuation(tokens, size, place, continuation):  # type: ignore[no-unt
             continuation[j] = continuation[j - period]
 
 
+@inline_jit
+def new_matches(wanted):  # type: ignore[no-untyped-def]
+    most, depth = wanted[:, 0].sum(), wanted[:, 1].max()
+    return np.full((most, depth), END, np.int32), np.empty((3, most), np.int32)
+
+
+@inline_jit
+def add_matches(address, lengths, query, tail, wanted, found, room):  # type: ignore[no-untyped-def]
+    """Add the matches of one query to `found`: the arrays, and how many there are. Returns the new number."""
+    continuations, about, count = found
+    places, matched = room
+    state, tokens, _, _ = arrays_of(address, lengths)
+    for k in range(min(find_places(address, lengths, tail, wanted[0], room), wanted[0])):
+        copy_continuation(tokens, state[SIZE], places[k], continuations[count], wanted[1])
+        about[0, count], about[1, count], about[2, count] = matched[k], query, k
+        count += 1
+    return count
+
+
+@inline_jit
+def tail_of(address):  # type: ignore[no-untyped-def]
+    """Return the last tokens of the text at an address."""
+    state = longs_at(address, 6)
+    return ints_at(state[TOKENS_AT], state[ROOM])[max(state[SIZE] - MAX_MATCH, 0) : state[SIZE]]
+
+
 @jit
-def add_and_find(arrays, size, new, limit, depth):  # type: ignore[no-untyped-def]
-    size = add_tokens(arrays, size, new)
-    tokens = arrays[0]
-    tail = tokens[max(size - MAX_MATCH, 0) : size]
-    continuations, matched = find_matches(arrays, size, tail, limit, depth)
-    return size, continuations, matched
+def find_after(address, lengths, texts, wanted):  # type: ignore[no-untyped-def]
+    """Find the matches of the ends of several texts in one index. Returns the arrays of `Matches`."""
+    continuations, about = new_matches(wanted)
+    room = np.empty(MAX_LINKS * len(lengths), np.int32), np.empty(MAX_LINKS * len(lengths), np.int32)
+    count = 0
+    for query in range(len(texts)):
+        found = continuations, about, count
+        count = add_matches(address, lengths, query, tail_of(texts[query]), wanted[query], found, room)
+    return continuations[:count], about[0, :count], about[1, :count], about[2, :count]
+
+
+@jit
+def add_and_find(addresses, lengths, new, starts, wanted):  # type: ignore[no-untyped-def]
+    """Append tokens to several indexes, each with room for them, and find the matches of the end of each text in it.
+
+    `new[starts[i] : starts[i + 1]]` are the new tokens of index i. Returns the arrays of `Matches`.
+    """
+    continuations, about = new_matches(wanted)
+    room = np.empty(MAX_LINKS * len(lengths), np.int32), np.empty(MAX_LINKS * len(lengths), np.int32)
+    count = 0
+    for query in range(len(addresses)):
+        address = addresses[query]
+        add_tokens(address, lengths, new[starts[query] : starts[query + 1]])
+        found = continuations, about, count
+        count = add_matches(address, lengths, query, tail_of(address), wanted[query], found, room)
+    return continuations[:count], about[0, :count], about[1, :count], about[2, :count]

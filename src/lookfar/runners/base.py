@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,14 +17,14 @@ from lookfar.models.weight_changes import ModelChange
 
 @dataclass
 class StepResult:
-    """The results of a forward pass for each request, by row, before logits processors."""
+    """The results of a forward pass by row, before logits processors."""
 
-    logit_rows: Ints  # the rows, ascending, that have logits and predictions; the same for all requests
-    choices: Seq[Ints]  # the most likely token of each row, -1 where there are no logits
-    logits: Callable[[int, Ints], torch.Tensor]  # (request, rows) → [rows, vocabulary]
-    top_ids: Seq[Int32s] | None = None  # [logit rows, k] most likely first
-    top_logits: Seq[Floats] | None = None
-    sampled: Seq[Ints] = ()  # sampled tokens, if the device sampled them
+    starts: Ints  # [batch] where the rows of each request begin in the arrays below
+    choices: Ints  # [all rows] the most likely token after each, -1 where there are no logits
+    logits: Callable[[int, Ints], torch.Tensor]  # (request, its rows) → [rows, vocabulary]
+    top_ids: Int32s | None = None  # [all rows, k] most likely first; of any value where there are no logits
+    top_logits: Floats | None = None
+    sampled: Ints | None = None  # [all rows] sampled tokens, if the device sampled them
     num_rows: int = 0  # rows that were computed, padding included
     seconds: float = 0.0  # from the launch to the arrival of the results
     launch_seconds: float = 0.0  # of those: time of the host before the device could start

@@ -52,16 +52,18 @@ class EagerStep:
         if len(plan.logit_rows):
             choices = plan.spread(greedy(self.all_logits))
             if plan.top_k:
-                top_ids, top_logits = top_k(self.all_logits, plan.top_k)
+                top_ids, top_logits = (
+                    plan.spread(top).reshape(-1, top.shape[-1]) for top in top_k(self.all_logits, plan.top_k)
+                )
         seconds = perf_counter() - self.started
         if self.all_logits.device.type == "cpu":
             seconds -= asked - self.launched  # the host did something else meanwhile
         return StepResult(
-            plan.logit_rows,
-            list(choices),
+            plan.width * np.arange(plan.batch),
+            choices.reshape(-1),
             self.logits,
-            None if top_ids is None else list(top_ids),
-            None if top_logits is None else list(top_logits),
+            top_ids,
+            top_logits,
             num_rows=plan.batch * plan.width,
             seconds=seconds,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookfar.core.arrays import Floats
+from lookfar.core.arrays import Floats, Int32s
 from lookfar.core.jit import jit
 
 BUCKETS = 28  # of the log-odds of an estimate, half a unit each, from -9 to 5
@@ -29,9 +29,9 @@ class Calibration:
         scaled: Floats = scale(self.counts, scores)
         return scaled
 
-    def learn(self, scores: Floats, nodes: list[int]) -> None:
-        """Count the estimates of a verified tree, given its accepted nodes."""
-        count(self.counts, scores, np.array(nodes, np.int32))
+    def learn(self, scores: Floats, nodes: Int32s) -> None:
+        """Count the estimates of verified nodes, given the accepted ones among them."""
+        count(self.counts, scores, nodes)
 
 
 @jit
@@ -54,8 +54,7 @@ def count(counts, scores, nodes):  # type: ignore[no-untyped-def]
     for score in scores:
         counts[0, bucket_of(score)] += score
     for node in nodes:
-        if node >= 0:
-            counts[1, bucket_of(scores[node])] += 1.0
+        counts[1, bucket_of(scores[node])] += 1.0
     for bucket in range(BUCKETS):
         if counts[0, bucket] > MEMORY:
             counts[:, bucket] *= 0.5

@@ -1,9 +1,10 @@
 """The speculation controller: turns speculation on or off from measured throughput.
 
 Drafting costs host time for every request, which the cost of rows does not include. The controller compares the tokens
-per second of recent speculative steps with what steps without speculation are expected to give. If those might be
-faster it tries a few, and keeps the faster mode; the other mode is tried again later, more and more rarely. The tokens
-of a speculative step vary a lot, so one request needs many steps for a decision and a large batch needs few.
+per second of recent speculative steps with those of steps without speculation. If the other mode might be faster it
+tries a few steps of it and keeps the faster mode. A trial that fails has cost something; the next one waits until that
+is at most `REGRET` of the time since, and longer each time. The tokens of a speculative step vary a lot, so one request
+needs many steps for a decision and a large batch needs few.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from collections import deque
 from statistics import median
 
 from lookfar.speculation.cost_file import Experience
+from lookfar.speculation.host_cost import HostCost
 
-SPECULATIVE_STEPS = 96  # steps of one request that the speculative rate is measured over
-BASE_STEPS = 6  # steps without speculation that tell their rate: each emits one token per request
-MIN_STEPS = 12  # however many requests there are
-CLEARLY_SLOWER = 0.75  # of the other rate: a trial that is below it ends after the minimum of steps
+SPECULATIVE_STEPS = 64  # steps of one request that the speculative rate is measured over
+EARLY_STEPS = 8  # steps of one request after which a rate that is clearly lower is believed
+MIN_STEPS = 3  # however many requests there are
+BASE_STEPS = 4  # steps without speculation that tell their rate: each emits one token per request
+CLEARLY_SLOWER = 0.8  # of the other rate
+REGRET = 0.01  # of the time may be lost to trials
 FIRST_INTERVAL, MAX_INTERVAL = 64, 4096  # steps until the other mode is tried again
+NEXT_REQUEST = 32  # steps after which the next request tries speculation, if the one before did without
 
 
 class Rate:
@@ -27,9 +32,17 @@ class Rate:
         self._tokens: deque[int] = deque(maxlen=steps)
         self._seconds: deque[float] = deque(maxlen=steps)
 
+    def __len__(self) -> int:
+        return len(self._tokens)
+
     def add(self, tokens: int, seconds: float) -> None:
         self._tokens.append(tokens)
         self._seconds.append(seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return median(self._seconds) if self._seconds else 0.0
 
     @property
     def value(self) -> float:
@@ -41,13 +54,15 @@ class SpeculationController:
 
     def __init__(self, requests: int = 1, earlier: Experience | None = None) -> None:
         self.speculating = earlier is None or earlier.speculating  # the faster mode, as far as is known
-        self.overhead = earlier.overhead if earlier is not None else 0.0  # recent host seconds of a speculative step
+        self.host = HostCost(earlier.fixed, earlier.per_row) if earlier is not None else HostCost()
         self._steps = {True: max(MIN_STEPS, SPECULATIVE_STEPS // requests), False: BASE_STEPS}
+        self._early = max(MIN_STEPS, EARLY_STEPS // requests)
         self._rates = {mode: Rate(steps) for mode, steps in self._steps.items()}
         self._wait = self._steps[True] if self.speculating else FIRST_INTERVAL  # steps until the other mode is tried
-        self._first = max(FIRST_INTERVAL, 2 * self._steps[True])
-        self._interval = self._first
+        self._interval = FIRST_INTERVAL
         self._trial = 0  # steps left of a trial of the other mode
+        self._tried = False  # whether steps without speculation were tried for this request
+        self._alone = requests == 1
         # The cost of steps is measured with one request, so the expected rate of a batch is not to be relied on.
         self._must_try = requests > 1 and self.speculating
 
@@ -56,32 +71,36 @@ class SpeculationController:
 
         `base_rate` is the expected rate of steps without speculation if the host took no time.
         """
-        if self._trial:
-            return not self.speculating
-        if self._wait <= 0:
-            if not self.speculating or self._must_try or base_rate > self._rates[True].value:
-                self._must_try = False
-                other = not self.speculating
-                self._trial = self._steps[other]
-                self._rates[other] = Rate(self._steps[other])
-                return other
-            self._wait = MIN_STEPS  # nothing speaks for the other mode; look again a little later
-        return self.speculating
+        if not self._trial and self._should_try(base_rate):
+            self._must_try, self._tried = False, True
+            other = not self.speculating
+            self._trial = self._steps[other]
+            self._rates[other] = Rate(self._steps[other])
+        return self.speculating != bool(self._trial)
 
-    def learn(self, speculated: bool, tokens: int, seconds: float, overhead: float) -> None:
-        """Learn from a step: its tokens, its seconds, and the host's part of those."""
+    def _should_try(self, base_rate: float) -> bool:
+        """Whether it is time to try the other mode, and something speaks for it."""
+        rate = self._rates[True]
+        enough = self.speculating and not self._tried and len(rate) >= self._early
+        if enough and rate.value < CLEARLY_SLOWER * base_rate:
+            return True
+        if self._wait > 0:
+            return False
+        if not self.speculating or self._must_try or base_rate > rate.value:
+            return True
+        self._wait = self._early  # look again a little later
+        return False
+
+    def learn(self, speculated: bool, tokens: int, seconds: float) -> None:
+        """Learn from a step: its tokens and its seconds."""
         self._rates[speculated].add(tokens, seconds)
-        if speculated:
-            self.overhead += 0.1 * (overhead - self.overhead)
         if not self._trial:
             self._wait -= 1
         elif speculated != self.speculating:
             self._trial -= 1
-            tried = self._steps[speculated] - self._trial
-            if (
-                tried == MIN_STEPS
-                and self._rates[speculated].value < CLEARLY_SLOWER * self._rates[not speculated].value
-            ):
+            tried = self._rates[speculated]
+            slower = tried.value < CLEARLY_SLOWER * self._rates[not speculated].value
+            if len(tried) == self._early and slower:
                 self._trial = 0
             if not self._trial:
                 self._choose()
@@ -89,5 +108,14 @@ class SpeculationController:
     def _choose(self) -> None:
         """Keep the faster mode after a trial."""
         faster = self._rates[True].value >= self._rates[False].value
-        self._interval = self._first if faster != self.speculating else min(2 * self._interval, MAX_INTERVAL)
-        self.speculating, self._wait = faster, self._interval
+        kept, other = self._rates[faster], self._rates[not faster]
+        lost = len(other) * other.seconds * (1 - other.value / kept.value) if kept.value else 0.0
+        least = 2 * self._interval if faster == self.speculating else FIRST_INTERVAL
+        self._interval = int(min(max(least, lost / max(REGRET * kept.seconds, 1e-9)), MAX_INTERVAL))
+        self._wait = self._interval
+        self.speculating, self._tried = faster, True
+
+    def restart(self) -> None:
+        """Note that another request begins: if it is alone, what was learned from the ones before says less."""
+        if self._alone:
+            self._wait, self._tried = min(self._wait, NEXT_REQUEST), False

@@ -13,7 +13,7 @@ from typing import Any
 from lookfar.core.files import read_json, update_json
 from lookfar.speculation.cost_curve import CostCurve
 
-VERSION = 2  # files of other versions are dropped
+VERSION = 3  # files of other versions are dropped
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Experience:
     """What was learned about speculation with some number of requests."""
 
     speculating: bool  # whether it paid
-    overhead: float  # host seconds of a speculative step
+    fixed: float  # host seconds of a speculative step
+    per_row: float  # and for each of its rows
 
 
 @dataclass
@@ -43,7 +44,10 @@ def read_costs(path: Path, key: str, stepped: bool = False) -> KnownCosts | None
         if min(seconds) != 1 or len(seconds) < 2 or not all(value > 0 for value in seconds.values()):
             return None
         curve = CostCurve(seconds, stepped, _numbers(kept["visits"]))
-        experience = {int(n): Experience(bool(on), float(host)) for n, (on, host) in kept["experience"].items()}
+        experience = {
+            int(n): Experience(bool(on), float(fixed), float(per_row))
+            for n, (on, fixed, per_row) in kept["experience"].items()
+        }
         return KnownCosts(curve, experience)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -55,7 +59,7 @@ def write_costs(path: Path, key: str, curve: CostCurve, experience: Mapping[int,
         "of": key,
         "seconds": curve.as_measured(),
         "visits": {int(n): float(v) for n, v in zip(curve.rows, curve.visits, strict=True)},
-        "experience": {n: (one.speculating, one.overhead) for n, one in experience.items()},
+        "experience": {n: (one.speculating, one.fixed, one.per_row) for n, one in experience.items()},
     }
 
     def add(found: Any) -> dict[str, Any]:

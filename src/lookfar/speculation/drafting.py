@@ -11,17 +11,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lookfar.core.arrays import Ints
-from lookfar.core.plan import RequestPlan, RunnerLimits
-from lookfar.speculation.cost_curve import CostCurve
-from lookfar.speculation.interface import SpeculatedRequest
-from lookfar.speculation.proposals import RequestProposals, collect, propose
-from lookfar.speculation.row_budget import Budget, BudgetKind, Ranking, RowBudget, StepRows, Windows, kind_of
+from lookfar.core.arrays import Int32s, Ints
+from lookfar.core.plan import RequestPlan
+from lookfar.core.tree import NO_TREE, DraftTrees
+from lookfar.speculation.acceptance import AcceptanceModel
+from lookfar.speculation.interface import SpeculatedRequest, Walk
+from lookfar.speculation.proposals import DraftingBatch, Member, Proposals
+from lookfar.speculation.row_budget import BudgetKind, Prices, Ranking, RowBudget, StepRows, Windows, kind_of
 from lookfar.speculation.tree_builder import BuildLimits, Candidates, build_candidates
 
 RECYCLED = "recycle"  # the source of candidates that no drafter drafted
 NO_GROUPS: Ints = np.zeros(0, np.int64)
 NO_WINDOWS = Windows((), (), ())
+NO_TREES = DraftTrees.of([NO_TREE])
 KINDS: tuple[BudgetKind, ...] = ("all", "number", "auto")  # budgets in the order in which they take rows
 
 
@@ -29,104 +31,152 @@ KINDS: tuple[BudgetKind, ...] = ("all", "number", "auto")  # budgets in the orde
 class DraftedGroup:
     """Requests with one table and one acceptance model, and the candidates that were built for them."""
 
-    members: Seq[RequestProposals]
+    members: Seq[Member]
     candidates: Candidates
+    acceptance: AcceptanceModel
+    trees: DraftTrees = NO_TREES  # of the chosen candidates, for all requests of the step; empty for those of others
 
     def ranking(self) -> Ranking:
         scores = self.candidates.chosen_scores
-        return Ranking(scores, self.members[0].acceptance.calibration.apply(scores), self.candidates.owners)
+        return Ranking(scores, self.acceptance.calibration.apply(scores), self.candidates.owners)
 
-    def set_trees(self, plans: Seq[RequestPlan], count: int) -> None:
-        """Give each request the tree of its best candidates; `count` of the whole group."""
-        names = (*self.members[0].acceptance.sources, RECYCLED)
-        trees = self.candidates.trees(count, names, len(self.members))
-        for member, tree in zip(self.members, trees, strict=True):
-            plans[member.place].tree = tree
+    def choose(self, count: int, batch: int) -> None:
+        """Make trees of the best candidates for a step of `batch` requests."""
+        self.trees = self.candidates.trees(count, (*self.acceptance.sources, RECYCLED), batch)
 
-
-def draft_trees(
-    requests: Seq[SpeculatedRequest],
-    plans: Seq[RequestPlan],
-    limits: RunnerLimits,
-    costs: CostCurve | None,
-    overhead: float,
-) -> list[DraftedGroup]:
-    """Add draft trees and windows to the plans of a step. An error of a drafter fails its request."""
-    proposed = []
-    for place, (request, rows) in enumerate(zip(requests, plans, strict=True)):
-        try:
-            proposals = propose(place, request, rows)
-        except BaseException as error:  # a drafter of another package
-            request.fail(error)
-            continue
-        if proposals is not None:
-            proposed.append(proposals)
-    if not proposed:
-        return []
-    step = StepRows(plans, limits)
-    budgets = [request.speculation.budget for request in requests]
-    max_rows = [request.speculation.max_rows for request in requests]
-    groups: list[DraftedGroup] = []
-    for kind, members in by_kind(proposed, budgets):
-        if groups:
-            step.count_rows()
-        budget = RowBudget.of(kind, [member.place for member in members], budgets, max_rows)
-        drafted = build_groups(members, budget, step)
-        choose_rows(drafted, members, budget, step, (costs, overhead))
-        groups += drafted
-    return groups
+    def learn(self, walks: Seq[Walk | None]) -> None:
+        """Teach the acceptance model what was emitted and accepted."""
+        emitted: list[int] = []
+        accepted: list[int] = []
+        starts = [0]
+        for member in self.members:
+            walk = walks[member.place]
+            if walk is not None:
+                emitted += walk.tokens
+                first = self.trees.starts[member.place]
+                accepted += [first + node for node in walk.nodes]
+            starts.append(len(emitted))
+        self.candidates.learn(np.array(emitted, np.int32), np.array(starts, np.int32), self.acceptance)
+        self.acceptance.calibration.learn(self.trees.scores, np.array(accepted, np.int32))
 
 
-def by_kind(proposed: Seq[RequestProposals], budgets: Seq[Budget]) -> list[tuple[BudgetKind, list[RequestProposals]]]:
-    """Sort requests by the kind of their budget."""
-    members: dict[BudgetKind, list[RequestProposals]] = {}
-    for member in proposed:
-        members.setdefault(kind_of(budgets[member.place]), []).append(member)
-    return sorted(members.items(), key=lambda item: KINDS.index(item[0]))
+@dataclass
+class Drafts:
+    """The drafts of a step, after the best ones were chosen."""
+
+    groups: list[DraftedGroup]
+    trees: DraftTrees | None = None  # of all requests, if they lie behind each other
 
 
-def build_groups(members: Seq[RequestProposals], budget: RowBudget, step: StepRows) -> list[DraftedGroup]:
-    """Build the candidates of requests with one kind of budget."""
-    by_source: dict[tuple[int, int], list[RequestProposals]] = {}
-    for member in members:
-        by_source.setdefault((id(member.table), id(member.acceptance)), []).append(member)
-    groups = []
-    for group in by_source.values():
-        limits = BuildLimits(
-            budget.max_nodes(step),
-            np.array([budget.max_rows[member.place] for member in group], np.int32),
-            budget.min_score,
-            group[0].request.speculation.state.sources.vocab_size,
-        )
-        groups.append(DraftedGroup(group, build_candidates(collect(group, step.limits.depth), limits)))
-    return groups
+@dataclass
+class SourceGroup:
+    """Members with one table and one acceptance model, which share a build."""
+
+    chosen: list[int]  # indexes of members
+    members: list[Member]
+    max_rows: Int32s  # [members]
+
+
+@dataclass
+class BudgetGroup:
+    """Members with budgets of one kind, which compete for rows."""
+
+    budget: RowBudget
+    members: list[Member]
+    sources: list[SourceGroup]
+
+
+class Drafting(DraftingBatch):
+    """Drafts for the requests of a step; kept while they stay the same."""
+
+    def __init__(self, requests: Seq[SpeculatedRequest], places: Seq[int]) -> None:
+        super().__init__(requests, places)
+        self._budgets = self._group()
+
+    def _group(self) -> list[BudgetGroup]:
+        """Sort members by the kind of their budget, and by table and acceptance model."""
+        budgets = [request.speculation.budget for request in self.requests]
+        max_rows = [request.speculation.max_rows for request in self.requests]
+        by_kind: dict[BudgetKind, dict[tuple[int, int], list[int]]] = {}
+        for i, member in enumerate(self.members):
+            groups = by_kind.setdefault(kind_of(budgets[member.place]), {})
+            groups.setdefault((id(member.table), id(member.acceptance)), []).append(i)
+        found = []
+        for kind in sorted(by_kind, key=KINDS.index):
+            sources = []
+            for chosen in by_kind[kind].values():
+                members = [self.members[i] for i in chosen]
+                most = np.array([max_rows[member.place] for member in members], np.int32)
+                sources.append(SourceGroup(chosen, members, most))
+            everyone = [member for group in sources for member in group.members]
+            budget = RowBudget.of(kind, [member.place for member in everyone], budgets, max_rows)
+            found.append(BudgetGroup(budget, everyone, sources))
+        return found
+
+    def draft(self, limits: Int32s, step: StepRows, prices: Prices) -> Drafts:
+        """Add draft trees and windows to the plans of a step, the trees at most `limits` deep for each member."""
+        proposals = self.propose(limits)
+        if self.alone:
+            self._budgets = self._group()  # their tables may change
+        drafts = Drafts([])
+        for group in self._budgets:
+            if drafts.groups:
+                step.count_rows()
+            drafted = [build_group(proposals, sources, (group.budget, prices), step) for sources in group.sources]
+            counts = choose_rows(drafted, group.members, group.budget, step, prices)
+            trees = set_trees(drafted, counts, step.plans)
+            drafts.trees = trees if not drafts.groups else None
+            drafts.groups += drafted
+        return drafts
+
+
+def build_group(
+    proposals: Proposals, group: SourceGroup, rows: tuple[RowBudget, Prices], step: StepRows
+) -> DraftedGroup:
+    """Build the candidates of members that share a build."""
+    budget, prices = rows
+    vocab_size = group.members[0].request.speculation.state.sources.vocab_size
+    limits = BuildLimits(budget.max_nodes(step), group.max_rows, budget.min_score(step, prices), vocab_size)
+    inputs = proposals.of(group.chosen, step.limits.depth)
+    return DraftedGroup(group.members, build_candidates(inputs, limits), inputs.acceptance)
+
+
+def set_trees(groups: Seq[DraftedGroup], counts: Seq[int], plans: Seq[RequestPlan]) -> DraftTrees | None:
+    """Give every request of some groups its tree; returns all of them if they are of one group."""
+    for group, count in zip(groups, counts, strict=True):
+        group.choose(count, len(plans))
+        parts = group.trees.split()
+        for member in group.members:
+            plans[member.place].tree = parts[member.place]
+    return groups[0].trees if len(groups) == 1 else None
 
 
 def choose_rows(
     groups: Seq[DraftedGroup],
-    members: Seq[RequestProposals],
+    members: Seq[Member],
     budget: RowBudget,
     step: StepRows,
-    prices: tuple[CostCurve | None, float],
-) -> None:
-    """Choose the best candidates of all groups within the budget, and give every request its tree and its windows."""
+    prices: Prices,
+) -> list[int]:
+    """Choose the best candidates of all groups within the budget, and feed windows if they pay.
+
+    Returns how many candidates of each group are verified, best first.
+    """
     ranking, group_of = merge(groups, budget.max_nodes(step))
     windows = NO_WINDOWS
     if any(member.request.speculation.uses_window for member in members):
         windows = Windows(
             [member.place for member in members],
-            [member.windows for member in members],
+            [tuple(member.windows) for member in members],
             [member.request.speculation.state.window_value for member in members],
         )
-    count, with_windows = budget.choose(ranking, windows, step, *prices)
+    count, with_windows = budget.choose(ranking, windows, step, prices)
     if with_windows:
         for member in members:
-            step.plans[member.place].windows = member.windows
+            step.plans[member.place].windows = tuple(member.windows)
     if len(groups) == 1:
-        groups[0].set_trees(step.plans, count)
-        return
-    for i, group in enumerate(groups):
-        group.set_trees(step.plans, int((group_of[:count] == i).sum()))
+        return [count]
+    return [int(number) for number in np.bincount(group_of[:count], minlength=len(groups))]
 
 
 def merge(groups: Seq[DraftedGroup], most: int) -> tuple[Ranking, Ints]:

@@ -124,12 +124,13 @@ def noisy_logit(token, logit, noise, temperature):  # type: ignore[no-untyped-de
 
 
 @inline_jit
-def read_table(row, children, count, column, sampling, vocab_size):  # type: ignore[no-untyped-def]
+def read_table(row, children, count, column, sampling, limits):  # type: ignore[no-untyped-def]
     """Add a row of recycled predictions to the children, with the levels of their probabilities.
 
-    `sampling` is the noise of the position (empty if unknown) and the temperature. Returns the number of children and
-    the level of the most likely prediction.
+    `sampling` is the noise of the position (empty if unknown) and the temperature; `limits` are the least probability
+    of a child and the size of the vocabulary. Returns the number of children and the level of the most likely one.
     """
+    min_share, vocab_size = limits
     ids, logits = row
     noise, temperature = sampling
     child_table, _, _, _, _, chances, _ = children
@@ -144,7 +145,7 @@ def read_table(row, children, count, column, sampling, vocab_size):  # type: ign
         total += chances[i]
     for i in range(width):
         share = chances[i] / total
-        if ids[i] >= vocab_size or (len(noise) and share < MIN_SHARE):
+        if ids[i] >= vocab_size or share < min_share or (len(noise) and share < MIN_SHARE):
             continue
         child, count = add_child(child_table, count, ids[i])
         if child >= 0:

@@ -6,7 +6,8 @@ from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from lookfar.core.tree import DraftTree
-from lookfar.drafters.base import DraftContext, Drafter, Strategy
+from lookfar.drafters.base import BatchDrafter, DraftContext, Drafter, Strategy
+from lookfar.drafters.recycle import RecycleDrafter
 from lookfar.sampling.sampler import Sampler
 from lookfar.speculation.draft_state import DraftState
 from lookfar.speculation.row_budget import Budget, max_draft_rows
@@ -17,6 +18,17 @@ class RequestSpeculation:
 
     def __init__(self, strategies: Seq[Strategy], budget: Budget, context: DraftContext, state: DraftState) -> None:
         self.drafters: list[Drafter] = [drafter for strategy in strategies for drafter in strategy.create(context)]
+        names = dict.fromkeys(drafter.name for drafter in self.drafters if type(drafter) is not RecycleDrafter)
+        self.source_names = tuple(names)  # of drafters that propose drafts
+        # Drafters with their sources, as indexes into those names: by class, and those that draft for one request.
+        self.batch_drafters: dict[type[BatchDrafter], tuple[BatchDrafter, int]] = {}
+        self.other_drafters: list[tuple[int, Drafter, int]] = []
+        for index, drafter in enumerate(self.drafters):
+            source = self.source_names.index(drafter.name) if drafter.name in names else -1
+            if isinstance(drafter, BatchDrafter) and type(drafter) not in self.batch_drafters:
+                self.batch_drafters[type(drafter)] = drafter, source
+            else:
+                self.other_drafters.append((index, drafter, source))
         self.budget = budget
         self.max_rows = max_draft_rows(strategies, budget)
         self.state = state

@@ -1,66 +1,180 @@
-"""Proposals of all drafters → the arrays that trees are built from."""
+"""Proposals of all drafters → the arrays that trees are built from.
+
+Drafters that can draft together are asked once for all requests of a step, others one at a time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
-from lookfar.core.arrays import stack
-from lookfar.core.plan import RequestPlan, WindowRows
-from lookfar.drafters.base import Proposal
+from lookfar.core.arrays import Floats, Int32s, stack
+from lookfar.core.plan import NO_WINDOW, WindowRows
+from lookfar.drafters.base import BatchDrafter, DrafterBatch, Proposal
 from lookfar.errors import RequestError
 from lookfar.retrieval.recycle_table import NO_RECYCLING, SAMPLED_TOP_K, RecycleTable
 from lookfar.speculation.acceptance import AcceptanceModel
 from lookfar.speculation.interface import SpeculatedRequest
-from lookfar.speculation.tree_builder import BuildInputs, DraftArrays, NoiseArrays, RootArrays
+from lookfar.speculation.tree_builder import (
+    BEFORE,
+    LAST,
+    MAX_DEPTH,
+    PLACE,
+    BuildInputs,
+    DraftArrays,
+    NoiseArrays,
+    RootArrays,
+)
 
-NO_PROPOSAL = Proposal()
+NO_INTS: Int32s = np.zeros(0, np.int32)
+NO_DRAFTS = DraftArrays(np.zeros((0, 0), np.int32), NO_INTS, np.zeros(0, np.float32), NO_INTS, NO_INTS)
 
 
-@dataclass(slots=True)
-class RequestProposals:
-    """What the drafters of one request propose, and the acceptance model that judges it."""
+@dataclass(slots=True, eq=False)
+class Member:
+    """A request that drafts, with what its drafters of the last step proposed beside drafts."""
 
-    place: int  # of the request in the batch
+    place: int  # in the batch
     request: SpeculatedRequest
-    proposals: list[Proposal]  # by drafter
-    sources: list[int]  # by drafter: its index among the sources of the acceptance model
-    table: RecycleTable
-    acceptance: AcceptanceModel
+    table: RecycleTable = NO_RECYCLING
+    windows: list[WindowRows] = field(default_factory=list)  # one for each drafter, if there are any
 
     @property
-    def windows(self) -> tuple[WindowRows, ...]:
-        return tuple(proposal.window for proposal in self.proposals)
+    def acceptance(self) -> AcceptanceModel:
+        """The model that judges what is proposed."""
+        speculation = self.request.speculation
+        samples = self.request.sampler.random is not None
+        return speculation.state.acceptance(speculation.source_names, self.table is not NO_RECYCLING, samples)
 
 
-def propose(place: int, request: SpeculatedRequest, rows: RequestPlan) -> RequestProposals | None:
-    """Ask the drafters of a request; None if nothing can be drafted in this step."""
-    # The bonus token is always emitted, so a deeper draft could never be accepted.
-    limit = request.remaining - 1
-    speculation = request.speculation
-    if not rows.complete or limit < 1 or not speculation.drafters:
-        return None
-    names: list[str] = []
-    proposals, sources, table = [], [], NO_RECYCLING
-    for drafter in speculation.drafters:
-        proposal = drafter.propose(request.ids, limit)
-        proposals.append(proposal)
-        if proposal.table is not None:
-            table = proposal.table
+class DraftingBatch:
+    """The requests that draft in a step, with their drafters put together; kept while the requests stay the same."""
+
+    def __init__(self, requests: Seq[SpeculatedRequest], places: Seq[int]) -> None:
+        self.requests, self.places = list(requests), list(places)
+        self.members = [Member(place, requests[place]) for place in places]
+        self.texts = [member.request.ids for member in self.members]
+        self.alone = [i for i, member in enumerate(self.members) if member.request.speculation.other_drafters]
+        self._together: list[tuple[DrafterBatch, list[int], Int32s]] = []  # with their members and sources
+        by_class: dict[type[BatchDrafter], list[int]] = {}
+        for i, member in enumerate(self.members):
+            for kind in member.request.speculation.batch_drafters:
+                by_class.setdefault(kind, []).append(i)
+        for kind, chosen in by_class.items():
+            found = [self.members[i].request.speculation.batch_drafters[kind] for i in chosen]
+            batch = kind.together([drafter for drafter, _ in found])
+            for i, table in zip(chosen, batch.tables, strict=False):
+                self.members[i].table = table
+            self._together.append((batch, chosen, np.array([source for _, source in found], np.int32)))
+
+    def is_of(self, requests: Seq[SpeculatedRequest], places: Seq[int]) -> bool:
+        """Whether it can be used for a step."""
+        return self.places == places and self.requests == requests
+
+    def propose(self, limits: Int32s) -> Proposals:
+        """Ask all drafters for drafts of at most so many tokens. An error of a drafter fails its request."""
+        found = Proposals(self.members, limits)
+        for batch, chosen, sources in self._together:
+            everyone = len(chosen) == len(self.members)
+            texts = self.texts if everyone else [self.texts[i] for i in chosen]
+            proposed = batch.propose(texts, limits if everyone else limits[chosen])
+            if proposed.runner_ups is not None:
+                found.set_runner_ups(chosen, *proposed.runner_ups)
+            if len(proposed.drafts):
+                owners = proposed.owners if everyone else np.array(chosen, np.int32)[proposed.owners]
+                own = proposed.drafts, proposed.scores, proposed.weights, sources[proposed.owners], owners
+                found.parts.append(DraftArrays(*own))
+        for i in self.alone:
+            try:
+                for source, proposal in _propose_alone(self.members[i], int(limits[i])):
+                    found.add(i, source, proposal)
+            except BaseException as error:  # a drafter of another package
+                self.members[i].request.fail(error)
+        return found
+
+
+class Proposals:
+    """What the drafters of all requests of a step propose. Drafts and runner-ups belong to members by their index."""
+
+    def __init__(self, members: list[Member], limits: Int32s) -> None:
+        self.members = members
+        self.limits = limits
+        self.parts: list[DraftArrays] = []
+        self.runner_ups: tuple[Int32s, Floats] | None = None  # [members, k]
+
+    def add(self, member: int, source: int, proposal: Proposal) -> None:
+        """Add the proposal of one drafter."""
+        if len(proposal.runner_ups):
+            (tokens,), (logits,) = no_runner_ups(1)
+            count = min(len(proposal.runner_ups), len(tokens))
+            tokens[:count], logits[:count] = proposal.runner_ups[:count], proposal.runner_up_logits[:count]
+            self.set_runner_ups([member], tokens, logits)
+        if count := len(proposal.drafts):
+            own, of_member = np.full(count, source, np.int32), np.full(count, member, np.int32)
+            self.parts.append(DraftArrays(proposal.drafts, proposal.scores, proposal.weights, own, of_member))
+
+    def set_runner_ups(self, members: Seq[int], tokens: Int32s, logits: Floats) -> None:
+        """Set the alternatives to the last tokens of some members."""
+        if len(members) == len(self.members) > 1 or (self.runner_ups is None and len(self.members) == 1):
+            self.runner_ups = tokens.reshape(len(members), -1), logits.reshape(len(members), -1)
+            return
+        if self.runner_ups is None:
+            self.runner_ups = no_runner_ups(len(self.members))
+        self.runner_ups[0][members], self.runner_ups[1][members] = tokens, logits
+
+    def drafts(self) -> DraftArrays:
+        """Return the drafts of all members."""
+        if len(self.parts) < 2:
+            return self.parts[0] if self.parts else NO_DRAFTS
+        tokens, *others = zip(*self.parts, strict=True)
+        return DraftArrays(stack(tokens), *map(np.concatenate, others))
+
+    def of(self, chosen: Seq[int], max_depth: int | None) -> BuildInputs:
+        """Return the arrays for some of the members, which share a table and an acceptance model."""
+        members, drafts, limits = self.members, self.drafts(), self.limits
+        runner_ups, logits = self.runner_ups or no_runner_ups(len(members))
+        if len(chosen) < len(members):
+            new_place = np.full(len(members), -1, np.int32)
+            new_place[chosen] = np.arange(len(chosen))
+            kept = np.flatnonzero(new_place[drafts.owners] >= 0)
+            drafts = drafts.select(kept)._replace(owners=new_place[drafts.owners[kept]])
+            runner_ups, logits, limits = runner_ups[chosen], logits[chosen], limits[chosen]
+            members = [members[i] for i in chosen]
+        texts = [member.request.ids for member in members]
+        about: Int32s = np.empty((len(members), 4), np.int32)
+        about[:, BEFORE] = [ids[-2] if len(ids) > 1 else -1 for ids in texts]
+        about[:, LAST] = [ids[-1] for ids in texts]
+        about[:, MAX_DEPTH] = limits if max_depth is None else np.minimum(limits, max_depth)
+        about[:, PLACE] = [member.place for member in members]
+        noise = known_noise([member.request for member in members])
+        roots = RootArrays(about, runner_ups, logits)
+        return BuildInputs(drafts, roots, noise, members[0].table, members[0].acceptance)
+
+
+def no_runner_ups(members: int) -> tuple[Int32s, Floats]:
+    """Return arrays for members without runner-ups."""
+    shape = members, SAMPLED_TOP_K - 1
+    return np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+
+
+def _propose_alone(member: Member, limit: int) -> list[tuple[int, Proposal]]:
+    """Ask the drafters of a request that draft for one request at a time; returns sources and proposals."""
+    speculation, found = member.request.speculation, []
+    member.windows = []
+    for index, drafter, source in speculation.other_drafters:
+        proposal = drafter.propose(member.request.ids, limit)
         if len(proposal.drafts):
             _check(drafter.name, proposal)
-        elif proposal.table is not None:
-            sources.append(-1)
-            continue
-        if drafter.name not in names:
-            names.append(drafter.name)
-        sources.append(names.index(drafter.name))
-    samples = request.sampler.random is not None
-    acceptance = speculation.state.acceptance(tuple(names), table is not NO_RECYCLING, samples)
-    return RequestProposals(place, request, proposals, sources, table, acceptance)
+        if proposal.table is not None:
+            member.table = proposal.table
+        if len(proposal.window):
+            member.windows = member.windows or [NO_WINDOW] * len(speculation.drafters)
+            member.windows[index] = proposal.window
+        found.append((source, proposal))
+    return found
 
 
 def _check(name: str, proposal: Proposal) -> None:
@@ -73,43 +187,6 @@ def _check(name: str, proposal: Proposal) -> None:
             f"The drafter {name} proposed arrays of the wrong kind: drafts [k, depth] and scores [k] are int32, "
             "weights [k] are float32; Proposal.of makes them from lists."
         )
-
-
-def collect(members: Seq[RequestProposals], max_depth: int | None) -> BuildInputs:
-    """Put the proposals of requests with one table and one acceptance model into arrays."""
-    drafted: list[Proposal] = []
-    sources: list[int] = []
-    starts = [0]
-    runner_ups = np.empty((len(members), SAMPLED_TOP_K - 1), np.int32)
-    runner_ups.fill(-1)
-    runner_up_logits = np.empty(runner_ups.shape, np.float32)
-    for i, member in enumerate(members):
-        starts.append(starts[-1])
-        for proposal, source in zip(member.proposals, member.sources, strict=True):
-            if len(proposal.runner_ups):
-                count = min(len(proposal.runner_ups), SAMPLED_TOP_K - 1)
-                runner_ups[i, :count] = proposal.runner_ups[:count]
-                runner_up_logits[i, :count] = proposal.runner_up_logits[:count]
-            if count := len(proposal.drafts):
-                drafted.append(proposal)
-                sources += [source] * count
-                starts[-1] += count
-    about = []
-    for member in members:
-        ids, deepest = member.request.ids, member.request.remaining - 1
-        before = ids[-2] if len(ids) > 1 else -1
-        about.append((before, ids[-1], min(deepest, max_depth or deepest), member.place))
-    roots = RootArrays(np.array(about, dtype=np.int32), runner_ups, runner_up_logits)
-    drafts = DraftArrays(
-        stack([proposal.drafts for proposal in drafted]),
-        np.concatenate([proposal.scores for proposal in drafted]) if drafted else NO_PROPOSAL.scores,
-        np.concatenate([proposal.weights for proposal in drafted]) if drafted else NO_PROPOSAL.weights,
-        np.array(sources, np.int32),
-        np.array(starts, np.int32),
-    )
-    return BuildInputs(
-        drafts, roots, known_noise([member.request for member in members]), members[0].table, members[0].acceptance
-    )
 
 
 _unknown_noise = lru_cache(maxsize=64)(NoiseArrays.unknown)  # never written to

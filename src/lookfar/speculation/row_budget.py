@@ -15,6 +15,7 @@ from lookfar.drafters.base import Strategy
 from lookfar.drafters.registry import auto_strategies
 from lookfar.errors import ConfigError
 from lookfar.speculation.cost_curve import CostCurve, size_class
+from lookfar.speculation.host_cost import HostCost
 
 # Rows a step: as many as pay, a number, or (None) everything that the strategies propose.
 Budget = int | Literal["auto"] | None
@@ -22,7 +23,9 @@ BudgetKind = Literal["all", "number", "auto"]
 AUTO_ROWS = 64  # the most rows that an automatic budget gives one request
 MAX_ROWS = 512
 ANY_NUMBER, ANY_SCORE = 1 << 30, 0.0
-MIN_AUTO_SCORE = 0.002  # an automatic budget ignores candidates below this acceptance probability
+# An automatic budget ignores candidates below an acceptance probability between these, by the least cost of a row.
+MIN_AUTO_SCORE, MAX_MIN_SCORE = 0.002, 0.1
+CAUTION = 0.5  # estimates may be too low by this factor
 
 
 def check_budget(budget: Any) -> None:
@@ -46,6 +49,14 @@ def max_draft_rows(strategies: Seq[Strategy], budget: Budget) -> int:
     if budget is not None:
         return 2 * budget  # in a batch, a confident request takes rows that others leave
     return sum(strategy.max_rows for strategy in strategies)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What rows cost: on the device and on the host."""
+
+    costs: CostCurve | None  # needed for automatic budgets
+    host: HostCost
 
 
 @dataclass(slots=True)
@@ -112,25 +123,34 @@ class RowBudget:
         asked = sum(max_rows[i] if kind != "number" else int(budgets[i] or 1) - 1 for i in members)
         return cls(kind, members, max_rows, asked)
 
-    @property
-    def min_score(self) -> float:
-        return MIN_AUTO_SCORE if self.kind == "auto" else ANY_SCORE
+    def min_score(self, step: StepRows, prices: Prices) -> float:
+        """Return a score below which no candidate can pay: it would bring less than its row costs at the least."""
+        if self.kind != "auto":
+            return ANY_SCORE
+        rows = sum(step.lengths)
+        table = self._table(step, prices)
+        rate = len(step.lengths) / float(table[rows])
+        return min(max(CAUTION * rate * float(least_slope(table, rows)), MIN_AUTO_SCORE), MAX_MIN_SCORE)
+
+    def _table(self, step: StepRows, prices: Prices) -> Floats:
+        """Return the seconds of a step by its rows, with the host's part."""
+        assert prices.costs is not None
+        most = len(step.lengths) * (max(step.lengths) + max(self.max_rows[i] for i in self.members))
+        most = most if step.limits.rows is None else min(most, step.limits.rows)
+        table = prices.costs.table(most)[: most + 1]
+        drift = np.float32(prices.costs.drift(size_class(len(step.lengths))))
+        total: Floats = table * drift + prices.host.table(most)
+        return total
 
     def max_nodes(self, step: StepRows) -> int:
         """Return the most candidates worth building."""
         return min(self.asked, step.room)
 
-    def choose(
-        self, ranking: Ranking, windows: Windows, step: StepRows, costs: CostCurve | None, overhead: float
-    ) -> tuple[int, bool]:
-        """Return how many candidates to verify, best first, and whether the windows are fed.
-
-        `overhead` is the host time of a speculative step in seconds, for any number of rows.
-        """
+    def choose(self, ranking: Ranking, windows: Windows, step: StepRows, prices: Prices) -> tuple[int, bool]:
+        """Return how many candidates to verify, best first, and whether the windows are fed."""
         beside = self._fit_beside(ranking, windows, step) if windows.exist else -1
         if self.kind == "auto":
-            assert costs is not None
-            return self._by_rate(ranking, windows, step, (costs, overhead, beside))
+            return self._by_rate(ranking, windows, step, prices, beside)
         if beside < 0:
             return len(ranking.scores), False
         better = ranking.scores[:beside].sum() + windows.bonus > ranking.scores.sum()
@@ -146,21 +166,18 @@ class RowBudget:
         return min(int(count_fitting(ranking.owners, room)), left)
 
     def _by_rate(
-        self, ranking: Ranking, windows: Windows, step: StepRows, prices: tuple[CostCurve, float, int]
+        self, ranking: Ranking, windows: Windows, step: StepRows, prices: Prices, beside: int
     ) -> tuple[int, bool]:
-        """Maximise the expected tokens per second."""
-        costs, overhead, beside = prices
+        """Maximise the expected tokens per second; `beside` candidates fit beside the windows, -1: those do not fit."""
         fed: Int32s = np.array(step.lengths, dtype=np.int32)
-        most = len(fed) * (max(step.lengths) + max(self.max_rows[i] for i in self.members))
-        most = most if step.limits.rows is None else min(most, step.limits.rows)
-        drift = costs.drift(size_class(len(fed)))
-        table, padded = costs.table(most) + np.float32(overhead / drift), step.limits.padded
+        table, padded = self._table(step, prices), step.limits.padded
         silent = float(step.num_prefilling)
         count, rate = best_count(ranking.gains, ranking.owners, fed, table, -silent, padded)
         if beside < 0:
             if (len(fed) == 1 or not padded) and not step.limits.fixed_rows:
                 before = int(fed.sum())
-                count = costs.explore(before + count, before, before + len(ranking.scores)) - before
+                assert prices.costs is not None
+                count = prices.costs.explore(before + count, before, before + len(ranking.scores)) - before
             return count, False
         with_windows = fed.copy()
         with_windows[list(windows.members)] += windows.lengths
@@ -206,3 +223,12 @@ def best_count(scores, owners, lengths, costs, bonus, padded):  # type: ignore[n
         if rate > best_rate:
             best, best_rate = i + 1, rate
     return best, best_rate
+
+
+@jit
+def least_slope(costs, rows):  # type: ignore[no-untyped-def]
+    """Return the least cost of a further row, on average, up to any larger number of rows."""
+    least = np.inf
+    for more in range(rows + 1, len(costs)):
+        least = min(least, (costs[more] - costs[rows]) / (more - rows))
+    return max(least, 0.0) if np.isfinite(least) else 0.0

@@ -12,9 +12,11 @@ from lookfar.retrieval.recycle_table import SAMPLED_TOP_K, TOP_K
 from lookfar.speculation.controller import SpeculationController
 from lookfar.speculation.cost_curve import CostCurve, size_class
 from lookfar.speculation.cost_file import Experience, KnownCosts
-from lookfar.speculation.drafting import DraftedGroup, draft_trees
+from lookfar.speculation.drafting import Drafting, Drafts
+from lookfar.speculation.host_cost import NO_HOST_COST, HostCost
 from lookfar.speculation.interface import Batch, SpeculatedRequest, Walk
-from lookfar.speculation.outcomes import StepChoices, notify_drafters, window_gain
+from lookfar.speculation.outcomes import StepChoices, StepOutcomes, window_gain
+from lookfar.speculation.row_budget import Prices, StepRows
 
 
 @dataclass
@@ -25,7 +27,7 @@ class StepRecord:
     speculates: bool
     prefills: bool
     controller: SpeculationController | None
-    groups: Seq[DraftedGroup] = ()
+    drafts: Drafts | None = None
     plan: StepPlan | None = None
     walks: Seq[Walk | None] = ()
     result: StepChoices | None = None  # set when the step is done
@@ -40,6 +42,7 @@ class Speculator:
         self._remembered: Mapping[int, Experience] = {}  # of earlier processes
         self._step: StepRecord | None = None  # the one that was planned last
         self._unlearned: list[StepRecord] = []
+        self._drafting: Drafting | None = None  # of the last step that speculated
 
     def use_costs(self, known: KnownCosts) -> None:
         """Use what is known of this model on this machine."""
@@ -48,25 +51,46 @@ class Speculator:
     @property
     def experience(self) -> dict[int, Experience]:
         """What was learned about speculation with some number of requests, now and earlier."""
-        now = {size: Experience(one.speculating, one.overhead) for size, one in self.controllers.items()}
+        now = {
+            size: Experience(one.speculating, one.host.fixed, one.host.per_row)
+            for size, one in self.controllers.items()
+        }
         return {**self._remembered, **now}
 
     def plan(self, batch: Batch, limits: RunnerLimits) -> StepPlan:
         """Plan the next forward pass of a batch."""
         self._learn_rate()
         requests = batch.requests
-        rows = [
-            plan_pending(request, chunk, limits.fixed_rows)
-            for request, chunk in zip(requests, batch.chunks, strict=True)
-        ]
         self._step = step = self._decide(batch)
+        if step.prefills:
+            chunks = zip(requests, batch.chunks, strict=True)
+            rows = [plan_pending(request, chunk, limits.fixed_rows) for request, chunk in chunks]
+        else:
+            rows = plan_last_tokens(requests)
         if step.speculates:
-            overhead = step.controller.overhead if step.controller is not None else 0.0
-            step.groups = draft_trees(requests, rows, limits, self.costs, overhead)
+            host = step.controller.host if step.controller is not None else NO_HOST_COST
+            step.drafts = self._draft(requests, StepRows(rows, limits), host)
         wanted = (step.speculates or step.prefills) and any(r.speculation.wants_predictions for r in requests)
         sampled = any(request.sampler.random is not None for request in requests)
-        step.plan = StepPlan(rows, (SAMPLED_TOP_K if sampled else TOP_K) if wanted else 0)
+        top_k = (SAMPLED_TOP_K if sampled else TOP_K) if wanted else 0
+        step.plan = StepPlan(rows, top_k, trees=step.drafts.trees if step.drafts is not None else None)
         return step.plan
+
+    def _draft(self, requests: Seq[SpeculatedRequest], step: StepRows, host: HostCost) -> Drafts | None:
+        """Draft for the requests of a step that can."""
+        # The bonus token is always emitted, so a deeper draft could never be accepted.
+        depths = [request.remaining - 1 for request in requests]
+        places = [
+            place
+            for place, (request, rows) in enumerate(zip(requests, step.plans, strict=True))
+            if rows.complete and depths[place] > 0 and request.speculation.drafters
+        ]
+        if not places:
+            return None
+        if self._drafting is None or not self._drafting.is_of(requests, places):
+            self._drafting = Drafting(requests, places)
+        limits = np.array([depths[place] for place in places], np.int32)
+        return self._drafting.draft(limits, step, Prices(self.costs, host))
 
     def _decide(self, batch: Batch) -> StepRecord:
         """Decide whether a step speculates. The controller is asked where all budgets are automatic."""
@@ -79,6 +103,7 @@ class Speculator:
             self.controllers[size] = SpeculationController(size, self._remembered.get(size))
         controller = self.controllers[size]
         if prefills:
+            controller.restart()
             return StepRecord(batch, controller.speculating, prefills, controller)
         base_rate = len(requests) / self.costs.seconds_for(len(requests), size)
         return StepRecord(batch, controller.decide(base_rate), prefills, controller)
@@ -89,19 +114,17 @@ class Speculator:
         assert step is not None
         assert step.plan is not None
         step.walks, step.result = walks, result
-        finished = False
-        for i, request in enumerate(step.batch.requests):
-            walk = walks[i]
+        finished, places = False, []
+        for place, request in enumerate(step.batch.requests):
             if request.error is not None:
                 continue
-            finished = finished or request.is_finished
-            rows = step.plan.requests[i]
-            prefilled = len(rows.pending) > 1 or not rows.complete
-            if request.speculation.drafters and (step.speculates or prefilled or request.is_finished):
-                try:
-                    notify_drafters(i, request, step.plan, walk, result)
-                except BaseException as error:  # a drafter of another package
-                    request.fail(error)
+            ends, rows = request.is_finished, step.plan.requests[place]
+            finished = finished or ends
+            prefilled = step.prefills and (len(rows.pending) > 1 or not rows.complete)
+            if (step.speculates or ends or prefilled) and request.speculation.drafters:
+                places.append(place)
+        if places:
+            StepOutcomes(step.batch.requests, step.plan, walks, result).show(places)
         self._unlearned.append(step)
         if finished:
             self.learn()  # its counts are read next
@@ -123,15 +146,13 @@ class Speculator:
         for request, rows, walk in zip(step.batch.requests, step.plan.requests, step.walks, strict=True):
             if walk is not None:
                 request.count_drafts(rows.tree, walk.nodes)
-        for group in step.groups:
-            for root, member in enumerate(group.members):
-                walk, request = step.walks[member.place], member.request
-                if walk is not None:
-                    group.candidates.learn(root, np.array(walk.tokens, dtype=np.int32), member.acceptance)
-                    rows, speculation = step.plan.requests[member.place], request.speculation
-                    member.acceptance.calibration.learn(rows.tree.scores, walk.nodes)
-                    if speculation.uses_window:
-                        speculation.state.update_window_value(window_gain(speculation.drafters, rows, walk.nodes))
+        for group in step.drafts.groups if step.drafts is not None else ():
+            group.learn(step.walks)
+            for member in group.members:
+                speculation, walk = member.request.speculation, step.walks[member.place]
+                if speculation.uses_window and walk is not None:
+                    rows = step.plan.requests[member.place]
+                    speculation.state.update_window_value(window_gain(speculation.drafters, rows, walk.nodes))
         decodes = all(len(rows.pending) == 1 for rows in step.plan.requests)
         if self.costs is not None and decodes and step.result.is_warm:
             size = size_class(len(step.plan.requests))
@@ -143,7 +164,29 @@ class Speculator:
         if step is None or step.controller is None or step.prefills or step.result is None or not step.result.is_warm:
             return
         tokens = sum(len(walk.tokens) for walk in step.walks if walk is not None)
-        step.controller.learn(step.speculates, tokens, step.batch.seconds, step.batch.host_seconds)
+        step.controller.learn(step.speculates, tokens, step.batch.seconds)
+        if step.speculates and step.plan is not None:
+            step.controller.host.learn(sum(step.plan.lengths), step.batch.host_seconds)
+
+
+def plan_last_tokens(requests: Seq[SpeculatedRequest]) -> list[RequestPlan]:
+    """Plan the last tokens of requests that have nothing else to feed."""
+    last = np.array([request.ids[-1] for request in requests], dtype=np.int64)
+    plans = []
+    for i, request in enumerate(requests):
+        sampler, predict = request.sampler, int(request.speculation.wants_predictions)
+        sampled = sampler if sampler.params.random is not None else None
+        plans.append(
+            RequestPlan(
+                last[i : i + 1],
+                request.num_cached,
+                request.kv,
+                predict=predict,
+                embeds=request.embeds,
+                sampler=sampled,
+            )
+        )
+    return plans
 
 
 def plan_pending(request: SpeculatedRequest, chunk: int, last_token_alone: bool = False) -> RequestPlan:

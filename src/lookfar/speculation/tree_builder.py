@@ -11,17 +11,15 @@ logits are compared after the noise was applied, and the noise of a token counts
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from lookfar.core.arrays import Floats, Int32s
+from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.heap import pop, push
 from lookfar.core.jit import inline_jit, jit
-from lookfar.core.tree import DraftTree
+from lookfar.core.tree import DraftTrees
 from lookfar.retrieval.recycle_table import RecycleArrays, RecycleTable, find_pair
 from lookfar.speculation.acceptance import DRAFTS, SOURCE, AcceptanceModel, learn_along_path
 from lookfar.speculation.evidence import (
@@ -46,16 +44,22 @@ from lookfar.speculation.evidence import (
 OWNER, PARENT, TOKEN, DEPTH, TOP_SOURCE, NUM_SOURCES, FIRST, COUNT, LOW, HIGH = range(10)
 COLUMNS = 10
 BEFORE, LAST, MAX_DEPTH, PLACE = range(4)  # columns about a root
+SAFE_SHARE = 0.2  # of the least acceptance probability: a prediction that had so little before is no candidate
 
 
 class DraftArrays(NamedTuple):
-    """The drafts of all requests; those of request b are `starts[b] … starts[b + 1]`."""
+    """The drafts of all requests."""
 
     tokens: Int32s  # [n, depth] -1 behind the end of a draft
     scores: Int32s  # [n] match scores
     weights: Floats  # [n]
     sources: Int32s  # [n] index into the sources of the acceptance model
-    starts: Int32s  # [batch + 1]
+    owners: Int32s  # [n] the request of each
+
+    def select(self, chosen: Ints) -> DraftArrays:
+        """Return some of the drafts."""
+        tokens, scores, weights, sources, owners = self
+        return DraftArrays(tokens[chosen], scores[chosen], weights[chosen], sources[chosen], owners[chosen])
 
 
 class RootArrays(NamedTuple):
@@ -115,19 +119,15 @@ class Candidates:
     def column(self, column: int) -> Int32s:
         return self.nodes[:, column]
 
-    def learn(self, root: int, emitted: Int32s, acceptance: AcceptanceModel) -> None:
-        """Teach the acceptance model which candidates after a root came true."""
-        arrays = self.features, self.nodes[:, TOKEN], self.nodes[:, FIRST], self.nodes[:, COUNT]
-        learn_along_path(acceptance.weights, acceptance.squares, arrays, root, emitted)
+    def learn(self, emitted: Int32s, starts: Int32s, acceptance: AcceptanceModel) -> None:
+        """Teach the acceptance model which candidates came true: request b emitted `starts[b] … starts[b + 1]`."""
+        candidates = self.features, self.nodes, emitted, starts
+        learn_from_batch(acceptance.weights, acceptance.squares, candidates)
 
-    def trees(self, count: int, names: Seq[str], batch: int) -> list[DraftTree]:
-        """Return the best `count` candidates as one tree for each request."""
-        columns, scores, starts = cut(self.nodes, self.scores, self.chosen[:count], batch)
-        trees = []
-        for first, last in pairwise(starts.tolist()):
-            tokens, parents, depths, sources, num_sources = columns[:, first:last]
-            trees.append(DraftTree(tokens, parents, depths, sources, scores[first:last], num_sources, tuple(names)))
-        return trees
+    def trees(self, count: int, names: tuple[str, ...], batch: int) -> DraftTrees:
+        """Return the best `count` candidates as trees of the `batch` requests of the step."""
+        columns, scores, starts = cut(self.nodes, self.scores, self.chosen[:count], self.owners, batch)
+        return DraftTrees(columns, scores, starts.tolist(), names)
 
 
 def build_candidates(inputs: BuildInputs, limits: BuildLimits) -> Candidates:
@@ -166,8 +166,8 @@ def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
     for b in range(batch):
         nodes[b, OWNER], nodes[b, PARENT], nodes[b, TOKEN], nodes[b, DEPTH] = b, -1, roots.about[b, LAST], 0
         nodes[b, FIRST], nodes[b, COUNT] = -1, 0
-        nodes[b, LOW], nodes[b, HIGH] = drafts.starts[b], drafts.starts[b + 1]
         scores[b] = ONE
+    sort_by_owner(work, drafts.owners, batch)
     used, heap_size, picks, next_root = batch, 0, 0, 0
     while next_root < batch or (heap_size and picks < limits.max_nodes):
         if next_root < batch:  # all roots are expanded first
@@ -184,7 +184,7 @@ def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
             taken[owner] += 1
         if nodes[node, DEPTH] >= roots.about[nodes[node, OWNER], MAX_DEPTH]:
             continue
-        count = expand(work, node, used, (drafts, roots, noise, table), weights, limits.vocab_size)
+        count = expand(work, node, used, (drafts, roots, noise, table), weights, limits)
         for child in range(used, used + count):
             if scores[child] >= limits.min_score:
                 heap_size = push(heap, heap_size, scores, child)
@@ -200,7 +200,7 @@ def new_workspace(drafts, noise, table, weights, limits):  # type: ignore[no-unt
     source_count = (len(weights) - DRAFTS) // SOURCE
     # Features: depth, runner-up, token, pair, noise if it is known, and one for each source.
     noisy = 1 if noise.rows.max() >= 0 and noise.upcoming.shape[1] > 0 else 0
-    order = np.arange(len(drafts.tokens)).astype(np.int32)
+    order = np.empty(len(drafts.tokens), np.int32)
     return Workspace(
         np.empty((size, COLUMNS), np.int32),
         np.empty(size, np.float32),
@@ -214,9 +214,26 @@ def new_workspace(drafts, noise, table, weights, limits):  # type: ignore[no-unt
 
 
 @inline_jit
-def expand(work, node, used, sources, weights, vocab_size):  # type: ignore[no-untyped-def]
+def sort_by_owner(work, owners, batch):  # type: ignore[no-untyped-def]
+    """Put the drafts of each request side by side in `order`."""
+    nodes, order = work.nodes, work.order
+    nodes[:batch, HIGH] = 0
+    for owner in owners:
+        nodes[owner, HIGH] += 1
+    start = 0
+    for b in range(batch):
+        nodes[b, LOW], start = start, start + nodes[b, HIGH]
+        nodes[b, HIGH] = nodes[b, LOW]
+    for draft in range(len(owners)):
+        order[nodes[owners[draft], HIGH]] = draft
+        nodes[owners[draft], HIGH] += 1
+
+
+@inline_jit
+def expand(work, node, used, sources, weights, limits):  # type: ignore[no-untyped-def]
     """Add the children of a node as nodes `used …`, with their scores; returns their number."""
     drafts, roots, noise, table = sources
+    vocab_size, min_share = limits.vocab_size, np.float32(limits.min_score * SAFE_SHARE) / work.scores[node]
     nodes, scores, children = work.nodes, work.scores, work.children
     child_table, log_odds = children.child_table, children.log_odds
     b, parent, last, depth = nodes[node, OWNER], nodes[node, PARENT], nodes[node, TOKEN], nodes[node, DEPTH]
@@ -229,10 +246,10 @@ def expand(work, node, used, sources, weights, vocab_size):  # type: ignore[no-u
     pair = find_pair(table.pair_keys, before, last)
     if pair >= 0 and table.pair_ids[pair, 0] >= 0:
         row = table.pair_ids[pair], table.pair_logits[pair]
-        count, best_of_pair = read_table(row, children, count, OF_PAIR, sampling, vocab_size)
+        count, best_of_pair = read_table(row, children, count, OF_PAIR, sampling, (min_share, vocab_size))
     if last < len(table.token_ids) and table.token_ids[last, 0] >= 0:
         row = table.token_ids[last], table.token_logits[last]
-        count, best_of_token = read_table(row, children, count, OF_TOKEN, sampling, vocab_size)
+        count, best_of_token = read_table(row, children, count, OF_TOKEN, sampling, (min_share, vocab_size))
     if parent < 0:
         row = roots.runner_ups[b], roots.runner_up_logits[b]
         count = read_runner_ups(row, child_table, count, sampling, vocab_size)
@@ -280,21 +297,31 @@ def sort_drafts(work, node, used, count):  # type: ignore[no-untyped-def]
 
 
 @jit
-def cut(nodes, scores, chosen, batch):  # type: ignore[no-untyped-def]
-    """Return the chosen candidates as trees, one behind the other.
+def cut(nodes, scores, chosen, owners, batch):  # type: ignore[no-untyped-def]
+    """Return the chosen candidates as trees, one behind the other; `owners` are their requests' places in the step.
 
-    Returns columns (token, parent, depth, top source, number of sources), scores, and where each tree begins.
+    Returns the columns and scores of `DraftTrees`, and where the tree of each of the `batch` requests begins.
     """
     starts, place = np.zeros(batch + 1, np.int32), np.full(len(nodes), -1, np.int32)
-    for node in chosen:
-        place[node] = starts[nodes[node, OWNER] + 1]  # in its own tree
-        starts[nodes[node, OWNER] + 1] += 1
+    for i in range(len(chosen)):
+        place[chosen[i]] = starts[owners[i] + 1]  # in its own tree
+        starts[owners[i] + 1] += 1
     for owner in range(batch):
         starts[owner + 1] += starts[owner]
     columns, chances = np.empty((5, len(chosen)), np.int32), np.empty(len(chosen), np.float32)
-    for node in chosen:
-        at = starts[nodes[node, OWNER]] + place[node]
+    for i in range(len(chosen)):
+        node = chosen[i]
+        at = starts[owners[i]] + place[node]
         columns[0, at], columns[1, at] = nodes[node, TOKEN], place[nodes[node, PARENT]]
         columns[2, at], columns[3, at] = nodes[node, DEPTH], nodes[node, TOP_SOURCE]
         columns[4, at], chances[at] = nodes[node, NUM_SOURCES], scores[node]
     return columns, chances, starts
+
+
+@jit
+def learn_from_batch(weights, squares, candidates):  # type: ignore[no-untyped-def]
+    """Teach an acceptance model from the tokens that every request emitted."""
+    features, nodes, emitted, starts = candidates
+    arrays = features, nodes[:, TOKEN], nodes[:, FIRST], nodes[:, COUNT]
+    for root in range(len(starts) - 1):
+        learn_along_path(weights, squares, arrays, root, emitted[starts[root] : starts[root + 1]])

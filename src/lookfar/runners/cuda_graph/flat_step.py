@@ -54,7 +54,7 @@ class FlatStep:
 
     def fill(self, plan: StepPlan) -> bool:
         """Write a step into the host's block; False if a row table cannot describe it."""
-        filled = self.table.fill(plan.requests, [self.cache.slot_of(rows.kv) for rows in plan.requests])
+        filled = self.table.fill(plan, [self.cache.slot_of(rows.kv) for rows in plan.requests])
         last = self.model.support.max_positions
         if last is not None and any(rows.windows for rows in plan.requests):
             # Only window rows can point past the last position, and what they compute there is never used.
@@ -64,7 +64,7 @@ class FlatStep:
 
     def clear(self) -> None:
         """Fill in a step of nothing but padding."""
-        self.table.fill([], [])
+        self.table.clear()
 
     def forward(self, forward: Forward) -> torch.Tensor:
         """Return the logits of all rows, [rows, vocabulary]."""

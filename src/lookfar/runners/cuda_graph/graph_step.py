@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from itertools import accumulate
 from time import perf_counter
 from typing import Any
 
@@ -141,23 +140,19 @@ class PendingGraphStep:
         if step.on_gpu:
             torch.cuda.current_stream(step.device.device).synchronize()
         results, all_logits = step.results.numpy().copy(), step.logits  # the next step overwrites the results
-        starts = list(accumulate(plan.lengths, initial=0))
-        each = [slice(start, start + length) for start, length in zip(starts, plan.lengths, strict=False)]
-        chosen, ids = results[:, 0].astype(np.int64), results[:, 1 : 1 + k]
-        values = results[:, 1 + k :].view(np.float32)
-        sampled = self.sampler.sampled.numpy().astype(np.int64) if self.sampler is not None else None
+        starts = np.cumsum([0, *plan.lengths[:-1]])
 
         def logits(request: int, rows: Ints) -> torch.Tensor:
             start = starts[request]
             return all_logits[start + rows[0] : start + rows[-1] + 1]
 
         return StepResult(
-            np.arange(plan.width),
-            [chosen[rows] for rows in each],
+            starts,
+            results[:, 0].astype(np.int64),
             logits,
-            [ids[rows] for rows in each] if k else None,
-            [values[rows] for rows in each] if k else None,
-            [sampled[rows] for rows in each] if sampled is not None else (),
+            results[:, 1 : 1 + k] if k else None,
+            results[:, 1 + k :].view(np.float32) if k else None,
+            self.sampler.sampled.numpy().astype(np.int64) if self.sampler is not None else None,
             step.rows,
             perf_counter() - self.started,
             self.launch_seconds,

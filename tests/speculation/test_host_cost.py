@@ -1,0 +1,41 @@
+"""The host's time of a step is learned as a fixed part and a part for each row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lookfar.speculation.host_cost import PRIOR_PER_ROW, HostCost
+
+
+def test_both_parts_are_found_in_noisy_steps() -> None:
+    cost, random = HostCost(), np.random.default_rng(0)
+    for _ in range(300):
+        rows = int(random.integers(1, 64))
+        cost.learn(rows, (200e-6 + 3e-6 * rows) * random.uniform(0.9, 1.1))
+    assert cost.fixed == pytest.approx(200e-6, rel=0.1)
+    assert cost.per_row == pytest.approx(3e-6, rel=0.2)
+    assert cost.table(64)[64] == pytest.approx(392e-6, rel=0.1)
+
+
+def test_steps_of_one_size_tell_their_sum_only() -> None:
+    cost = HostCost()
+    for _ in range(50):
+        cost.learn(32, 100e-6)
+    assert cost.per_row == PRIOR_PER_ROW
+    assert cost.table(32)[32] == pytest.approx(100e-6)
+
+
+def test_a_part_is_never_negative() -> None:
+    cost = HostCost()
+    for step in range(100):
+        cost.learn(10 + 40 * (step % 2), 50e-6 - 20e-6 * (step % 2))
+    assert cost.per_row == 0.0
+    assert cost.fixed > 0.0
+
+
+def test_a_faster_host_is_followed() -> None:
+    cost = HostCost(fixed=5e-3)
+    for _ in range(10):
+        cost.learn(16, 1e-4)
+    assert cost.table(16)[16] == pytest.approx(1e-4)
