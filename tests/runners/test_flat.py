@@ -160,13 +160,16 @@ def test_results_are_those_of_the_rows_that_need_logits() -> None:
     tree = RequestPlan(np.array([5]), 0, handles[1], tree=DraftTree.from_paths([[1, 2], [3]]))
     result = runner.launch(StepPlan([chunk, tree], top_k=4), cache).result()
     assert result.num_rows == 11
-    assert [(choices >= 0).tolist() for choices in result.choices] == [[False] * 5 + [True] * 2, [True] * 4]
+    assert result.starts.tolist() == [0, 7]
+    assert (result.choices >= 0).tolist() == [False] * 5 + [True] * 6
     for request, rows in ((0, np.array([5, 6])), (1, np.arange(4))):
         logits = result.logits(request, rows)
-        assert logits.argmax(-1).tolist() == result.choices[request][rows].tolist()
-        assert torch.equal(logits.float().topk(4).indices.int(), torch.from_numpy(result.top_ids[request][rows]))
+        assert logits.argmax(-1).tolist() == result.choices[result.starts[request] + rows].tolist()
+        assert torch.equal(
+            logits.float().topk(4).indices.int(), torch.from_numpy(result.top_ids[result.starts[request] + rows])
+        )
     only_chunks = StepPlan([replace(chunk, predict=0), replace(chunk, kv=handles[1], predict=0, pending=np.arange(2))])
-    assert all((choices == -1).all() for choices in runner.launch(only_chunks, cache).result().choices)
+    assert (runner.launch(only_chunks, cache).result().choices == -1).all()
 
 
 def test_the_first_flat_step_is_not_timed_and_costs_are_not_stepped() -> None:

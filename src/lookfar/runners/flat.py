@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from time import perf_counter
 from typing import TypeVar
 
@@ -124,12 +124,12 @@ class FlatStep:
 
     def result(self) -> StepResult:
         asked = perf_counter()
-        choices, top_ids, top_logits = self._by_request(greedy(self.all_logits), missing=-1), None, None
+        choices, top_ids, top_logits = self._spread(greedy(self.all_logits), missing=-1), None, None
         if self.plan.top_k:
             ids, values = top_k(self.all_logits, self.plan.top_k)
-            top_ids, top_logits = self._by_request(ids), self._by_request(values)
+            top_ids, top_logits = self._spread(ids), self._spread(values)
         return StepResult(
-            np.arange(self.plan.width),
+            np.array(self.starts[:-1]),
             choices,
             self.logits,
             top_ids,
@@ -143,11 +143,11 @@ class FlatStep:
         """Return the logits of some rows of a request, [rows, vocabulary]."""
         return self.all_logits[torch.from_numpy(np.searchsorted(self.logit_rows, self.starts[request] + rows))]
 
-    def _by_request(self, values: Numbers, missing: int = 0) -> list[Numbers]:
-        """Place values of the logit rows at their rows, and return the part of each request."""
+    def _spread(self, values: Numbers, missing: int = 0) -> Numbers:
+        """Place values of the logit rows at their rows."""
         spread = np.full((self.starts[-1], *values.shape[1:]), missing, values.dtype)
         spread[self.logit_rows] = values
-        return [spread[first:last] for first, last in pairwise(self.starts)]
+        return spread
 
 
 def agrees_with_padded(model: BoundModel) -> bool:
