@@ -1,6 +1,8 @@
-"""The cost of a row on a CPU: linear layers by themselves, and whole steps of the demo model, packed and not.
+"""The cost of a row on a CPU: linear layers by themselves, and whole steps of the demo model.
 
-    python benchmarks/cpu_rows.py
+    python benchmarks/cpu_rows.py [layers] [steps] [batches]
+
+Steps with packed weights and without; steps of batches as padded blocks and with the rows of all requests side by side.
 
 Weights of 160 MB in layers of one shape, so that they come from memory as in a model. Milliseconds, medians, all
 variants in turn. Prints tables and one JSON line. Bounded by memory bandwidth for few rows, by arithmetic for many.
@@ -8,11 +10,14 @@ variants in turn. Prints tables and one JSON line. Bounded by memory bandwidth f
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,12 +25,16 @@ from rich.table import Table
 
 import lookfar
 from lookfar.core.arrays import Floats
-from lookfar.engine.costs import MEASURED_LENGTH, measure_steps
+from lookfar.core.plan import StepPlan
+from lookfar.engine.costs import MEASURED_LENGTH, measure_steps, tree_plan
 from lookfar.models.binding import BoundModel
-from lookfar.models.self_check import one_slot
+from lookfar.models.self_check import one_slot, taken_slots
+from lookfar.retrieval.recycle_table import TOP_K
 from lookfar.runners.eager import EagerRunner
+from lookfar.runners.flat import FlatRunner
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+BATCHES, BATCH_ROWS = (1, 4, 8), (1, 2, 4, 8, 16, 32, 64, 128)
 SHAPES = {"1536×576": (1536, 576, 45), "49152×576": (49152, 576, 1)}
 reorder, linear = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
 
@@ -56,22 +65,76 @@ def step_costs(lm: lookfar.LM, pack: bool) -> Floats:
     return measure_steps(runner, one_slot(MEASURED_LENGTH), 0).table(64)
 
 
-def main() -> None:
-    out, report = Console(width=110), {"machine": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+def batch_plan(batch: int, rows: int, vocab_size: int, even: bool) -> StepPlan:
+    """Return a step of requests after contexts of 64 … 448 tokens, its draft rows shared evenly or halved in turn."""
+    requests, left = [], rows - batch
+    for i in range(batch):
+        share = left // (batch - i) if even else (left + 1) // 2 if i < batch - 1 else left
+        left -= share
+        context = 256 if batch == 1 else 64 + i * 384 // (batch - 1)
+        requests.append(replace(tree_plan(1 + share, context, vocab_size).requests[0], kv=i))
+    return StepPlan(requests, TOP_K)
+
+
+def batch_costs(lm: lookfar.LM, batch: int, rows: int) -> dict[str, float]:
+    """Return the milliseconds of padded and flat steps of a batch, its rows shared in two ways."""
+    bound = lm.engine.runner.model
+    caches = {runner: taken_slots(batch, MEASURED_LENGTH) for runner in (EagerRunner(bound), FlatRunner(bound))}
+    times: dict[str, list[float]] = {}
+    for turn in range(9):
+        for even in (True, False):
+            plan = batch_plan(batch, rows, bound.vocab_size, even)
+            for runner, cache in caches.items():
+                start = perf_counter()
+                runner.launch(plan, cache).result()
+                name = f"{'padded' if runner.name == 'eager' else 'flat'}, {'even' if even else 'uneven'}"
+                times.setdefault(name, []).extend([1e3 * (perf_counter() - start)] * (turn > 0))
+    return {name: median(found) for name, found in times.items()}
+
+
+def show_layers(out: Console) -> dict[str, Any]:
+    report = {}
     for name, (outputs, inputs, count) in SHAPES.items():
-        found = {rows: layers(outputs, inputs, count, rows) for rows in ROWS}
+        found = report[name] = {rows: layers(outputs, inputs, count, rows) for rows in ROWS}
         table = Table("rows", *found[1], title=f"{count} layers of {name}, milliseconds")
         for rows, variants in found.items():
             table.add_row(str(rows), *(f"{ms:.1f}" for ms in variants.values()))
         out.print(table)
-        report[name] = found
+    return report
+
+
+def show_steps(out: Console) -> dict[str, Any]:
     lm = lookfar.load("demo", device="cpu", dtype="float32")
     steps = {pack: step_costs(lm, pack) for pack in (False, True)}
     table = Table("rows", "not packed", "packed", title="a step of SmolLM2-135M after 256 tokens, milliseconds")
     for rows in ROWS:
         table.add_row(str(rows), *(f"{1e3 * curve[rows]:.1f}" for curve in steps.values()))
     out.print(table)
-    report["step"] = {rows: [1e3 * float(curve[rows]) for curve in steps.values()] for rows in ROWS}
+    return {"step": {rows: [1e3 * float(curve[rows]) for curve in steps.values()] for rows in ROWS}}
+
+
+def show_batches(out: Console) -> dict[str, Any]:
+    lm = lookfar.load("demo", device="cpu", dtype="float32")
+    report: dict[str, Any] = {}
+    for batch in BATCHES:
+        found = {rows: batch_costs(lm, batch, rows) for rows in BATCH_ROWS if rows >= batch}
+        table = Table("rows", *found[batch], title=f"a step of {batch} requests, milliseconds")
+        for rows, variants in found.items():
+            table.add_row(str(rows), *(f"{ms:.1f}" for ms in variants.values()))
+        out.print(table)
+        report[f"batch {batch}"] = found
+    return report
+
+
+SECTIONS = {"layers": show_layers, "steps": show_steps, "batches": show_batches}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    out, report = Console(width=110), {"machine": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    for section in parser.parse_args().sections:
+        report |= SECTIONS[section](out)
     print(json.dumps(report))
 
 

@@ -184,6 +184,8 @@ TREES: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "mimo_v2_flash": {},
 }
+# Families with attention code of their own, or with a bias by position: they cannot be run in flat steps.
+NOT_FLAT = {"gpt_neox_japanese", "gptj", "codegen", "bloom", "mpt", "falcon:alibi", "falcon"}
 
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 FALLBACK: dict[str, dict[str, Any]] = {

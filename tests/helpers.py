@@ -19,8 +19,8 @@ from lookfar.engine.engine import Engine, EngineConfig
 from lookfar.engine.request import Request
 from lookfar.lm import LM
 from lookfar.models.binding import BoundModel
+from lookfar.runners import create_runner
 from lookfar.runners.cuda_graph.runner import CudaGraphRunner
-from lookfar.runners.eager import EagerRunner
 from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.draft_state import DraftState
 from lookfar.testing import run_requests
@@ -63,8 +63,9 @@ def random_state() -> torch.Tensor:
 def eager_engine(
     model: PreTrainedModel, state: DraftState | None = None, costs: CostCurve | None = None, **limits: int | None
 ) -> Engine:
-    """An engine with an eager runner; `limits` are those of `EngineConfig`."""
-    return Engine(EagerRunner(BoundModel(model)), EngineConfig(**limits), state, costs)  # type: ignore[arg-type]
+    """An engine without CUDA graphs; `limits` are those of `EngineConfig`."""
+    runner = create_runner(BoundModel(model), cuda_graphs=False)
+    return Engine(runner, EngineConfig(**limits), state, costs)  # type: ignore[arg-type]
 
 
 def rows_of(engine: Engine, requests: Seq[Request]) -> list[RequestPlan]:

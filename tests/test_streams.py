@@ -250,16 +250,16 @@ def test_nothing_is_reused_after_a_failed_step(llama: PreTrainedModel, error: ty
     lm = LM(llama)
     prompt = random_prompts(12)[0]
     lm.generate(prompt, max_new_tokens=5)
-    forward = lm.engine.runner.model.forward
+    launch = lm.engine.runner.launch
 
-    def broken(*arguments: Any) -> torch.Tensor:
-        forward(*arguments)
+    def broken(*arguments: Any) -> Any:
+        launch(*arguments)
         raise error
 
-    lm.engine.runner.model.forward = broken  # type: ignore[method-assign]
+    lm.engine.runner.launch = broken  # type: ignore[method-assign]
     with pytest.raises(error):
         lm.generate([*prompt, 7, 8], max_new_tokens=5, reuse=True)
-    lm.engine.runner.model.forward = forward  # type: ignore[method-assign]
+    lm.engine.runner.launch = launch  # type: ignore[method-assign]
     done = lm.generate([*prompt, 7, 8], max_new_tokens=5, reuse=True)
     assert done.stats.reused_tokens == 0
     assert done.token_ids == LM(llama).generate([*prompt, 7, 8], max_new_tokens=5).token_ids

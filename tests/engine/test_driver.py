@@ -141,14 +141,14 @@ def test_a_stream_can_be_closed_from_another_thread(lm: LM) -> None:
     stream = lm.stream(PROMPTS[0], max_new_tokens=200, strategy="none")
     next(stream)
     slow = threading.Event()
-    forward = lm.engine.runner.model.forward
+    launch = lm.engine.runner.launch
 
-    def slower(*arguments: Any) -> torch.Tensor:
+    def slower(*arguments: Any) -> Any:
         slow.set()
         time.sleep(0.2)
-        return forward(*arguments)
+        return launch(*arguments)
 
-    lm.engine.runner.model.forward = slower  # type: ignore[method-assign]
+    lm.engine.runner.launch = slower  # type: ignore[method-assign]
     rest: list[Any] = []
     reader = threading.Thread(target=lambda: rest.extend(stream))
     reader.start()
@@ -159,7 +159,7 @@ def test_a_stream_can_be_closed_from_another_thread(lm: LM) -> None:
     assert not reader.is_alive()
     assert lm.engine.scheduler.is_idle
     assert list(stream) == []
-    lm.engine.runner.model.forward = forward  # type: ignore[method-assign]
+    lm.engine.runner.launch = launch  # type: ignore[method-assign]
 
 
 # Randomness
@@ -316,15 +316,15 @@ def test_a_drafter_that_raises_fails_its_own_request_only(lm: LM, where: str) ->
 def test_a_failed_forward_is_retried_for_each_request_alone(lm: LM) -> None:
     """Two requests of a batch run out of memory together; alone they fit."""
     expected = [reference(lm.model, prompt, 20) for prompt in PROMPTS[:3]]
-    forward = lm.engine.runner.model.forward
+    launch = lm.engine.runner.launch
 
-    def together_fails(plan: Any, cache: Any) -> torch.Tensor:
-        out = forward(plan, cache)
+    def together_fails(plan: Any, cache: Any) -> Any:
+        out = launch(plan, cache)
         if plan.batch > 1 and int(plan.num_cached.max()) > 25:
             raise MemoryError("too many at once")
         return out
 
-    lm.engine.runner.model.forward = together_fails  # type: ignore[method-assign]
+    lm.engine.runner.launch = together_fails  # type: ignore[method-assign]
     for options in ({}, {"strategy": "none"}, {"strategy": "lookahead"}):
         done = lm.generate(PROMPTS[:3], max_new_tokens=20, **options)
         assert [one.token_ids for one in done] == expected
@@ -333,20 +333,20 @@ def test_a_failed_forward_is_retried_for_each_request_alone(lm: LM) -> None:
     for chunk in stream:
         texts[chunk.index] += chunk.token_ids
     assert texts == expected
-    lm.engine.runner.model.forward = forward  # type: ignore[method-assign]
+    lm.engine.runner.launch = launch  # type: ignore[method-assign]
 
 
 def test_a_forward_that_fails_for_one_request_is_reported_to_that_one(lm: LM) -> None:
     expected = [reference(lm.model, prompt, 15) for prompt in PROMPTS[1:4]]
     poison = next(token for token in range(3, 96) if not any(token in text for text in [*expected, *PROMPTS]))
-    forward = lm.engine.runner.model.forward
+    launch = lm.engine.runner.launch
 
-    def poisoned(plan: Any, cache: Any) -> torch.Tensor:
+    def poisoned(plan: Any, cache: Any) -> Any:
         if any(poison in rows.tokens.tolist() for rows in plan.requests):
             raise RuntimeError("device-side assert")
-        return forward(plan, cache)
+        return launch(plan, cache)
 
-    lm.engine.runner.model.forward = poisoned  # type: ignore[method-assign]
+    lm.engine.runner.launch = poisoned  # type: ignore[method-assign]
     prompts = [[*PROMPTS[0], poison], *PROMPTS[1:4]]
 
     def work(i: int) -> list[int]:
@@ -356,16 +356,16 @@ def test_a_forward_that_fails_for_one_request_is_reported_to_that_one(lm: LM) ->
     assert isinstance(bad, RuntimeError)
     assert str(bad) == "device-side assert"
     assert good == expected
-    lm.engine.runner.model.forward = forward  # type: ignore[method-assign]
+    lm.engine.runner.launch = launch  # type: ignore[method-assign]
 
 
 def test_a_forward_that_always_fails_is_reported_to_every_request(lm: LM) -> None:
-    forward = lm.engine.runner.model.forward
-    lm.engine.runner.model.forward = lambda *_: _raise(RuntimeError("no device"))  # type: ignore[method-assign]
+    launch = lm.engine.runner.launch
+    lm.engine.runner.launch = lambda *_: _raise(RuntimeError("no device"))  # type: ignore[method-assign]
     for error in in_threads(5, lambda i: lm.generate(PROMPTS[i], max_new_tokens=5)):
         assert isinstance(error, RuntimeError)
         assert str(error) == "no device"
-    lm.engine.runner.model.forward = forward  # type: ignore[method-assign]
+    lm.engine.runner.launch = launch  # type: ignore[method-assign]
     assert lm.generate(PROMPTS[0], max_new_tokens=5).token_ids == reference(lm.model, PROMPTS[0], 5)
 
 

@@ -143,7 +143,7 @@ def test_window_rows_below_the_top_need_no_logits(llama: PreTrainedModel) -> Non
         handle.remove()
     # Warm-up: the last token and level 0, then the top of a growing window; later the last token and the top level.
     # The last step emits the last token, so it needs no window.
-    assert rows == [6, 6, *[5] * 9, 1]
+    assert rows[-12:] == [6, 6, *[5] * 9, 1]  # on a CPU, a self-check precedes them
 
 
 def test_more_requests_than_slots_and_rows_that_finish_early(llama: PreTrainedModel) -> None:
@@ -154,8 +154,8 @@ def test_more_requests_than_slots_and_rows_that_finish_early(llama: PreTrainedMo
         Request(prompt, new, strategies=(Lookahead(3, 3, 3),)) for prompt, new in zip(prompts, lengths, strict=True)
     ]
     widths = []
-    forward = engine.runner.model.forward
-    engine.runner.model.forward = lambda plan, cache: widths.append(plan.batch) or forward(plan, cache)  # type: ignore
+    launch = engine.runner.launch
+    engine.runner.launch = lambda plan, cache: widths.append(plan.batch) or launch(plan, cache)  # type: ignore
     done = run_requests(engine, todo)
     assert [s.token_ids for s in done] == [reference(llama, p, n) for p, n in zip(prompts, lengths, strict=True)]
     assert max(widths) == 3
@@ -237,7 +237,7 @@ def test_processors_see_every_nodes_own_prefix(llama: PreTrainedModel) -> None:
 def test_capacity_is_known_before_decoding(llama: PreTrainedModel) -> None:
     engine = eager_engine(llama, max_length=50)
     calls = []
-    engine.runner.model.forward = lambda plan, cache: calls.append(plan)  # type: ignore
+    engine.runner.launch = lambda plan, cache: calls.append(plan)  # type: ignore
     with pytest.raises(
         CapacityError, match=r"20 tokens and max_new_tokens is 31: 51 do not fit in 50.*raise max_length"
     ):

@@ -100,14 +100,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine = self.lm.engine
         self.live: dict[int, Expectation] = {}
         self.fault: str | None = None  # when the next forward pass fails: before it, or after
-        self.forward: Callable[..., Any] = self.engine.runner.model.forward
-        self.engine.runner.model.forward = self.maybe_fail  # type: ignore[method-assign]
+        self.launch: Callable[..., Any] = self.engine.runner.launch
+        self.engine.runner.launch = self.maybe_fail  # type: ignore[method-assign]
 
-    def maybe_fail(self, plan: Any, kv_cache: Any) -> torch.Tensor:
+    def maybe_fail(self, plan: Any, kv_cache: Any) -> Any:
         fault, self.fault = self.fault, None
         if fault == "before":
             raise BrokenDeviceError
-        out: torch.Tensor = self.forward(plan, kv_cache)
+        out = self.launch(plan, kv_cache)
         if fault == "after":
             raise BrokenDeviceError
         return out

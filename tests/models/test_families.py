@@ -10,11 +10,16 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 import lookfar
-from families import FALLBACK, SMALL_TEXT, TREES, WINDOW, random_model, tiny_model
+from families import DEVICE, FALLBACK, NOT_FLAT, SMALL_TEXT, TREES, WINDOW, random_model, tiny_model
 from helpers import oracle, random_prompts, reference
 from lookfar.drafters.jacobi import Jacobi
 from lookfar.drafters.lookahead import Lookahead
+from lookfar.engine.engine import Engine, EngineConfig
+from lookfar.engine.request import Request
+from lookfar.models.binding import BoundModel
 from lookfar.models.support import examine
+from lookfar.runners.eager import EagerRunner
+from lookfar.testing import run_requests
 
 PROMPTS = random_prompts(3 * WINDOW, 4 * WINDOW + 1, 5)  # two of them longer than any window
 NEW = 20
@@ -36,6 +41,22 @@ def test_tree_families_give_their_own_tokens(family: str) -> None:
         assert [done.token_ids for done in batch] == expected, strategy
     # The last strategy knew the text, so this compared trees and not decoding without speculation with itself.
     assert all(done.stats.tokens_per_step > 1.8 for done in batch)
+    if DEVICE == "cpu":
+        assert lm.engine.runner.limits.padded == (family in NOT_FLAT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2", "llama4_text", "gpt_oss", "deepseek_v3", "mixtral"])
+def test_padded_steps_give_the_same_tokens(family: str) -> None:
+    """What families that cannot be run in flat steps get, here with all kinds of layers."""
+    model = tiny_model(family)
+    expected = [reference(model, prompt, NEW) for prompt in PROMPTS]
+    right = oracle([prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)])
+    engine = Engine(EagerRunner(BoundModel(model)), EngineConfig(prefill_chunk=16))
+    for strategies in ((), (Lookahead(window=4, ngram=4, guesses=4),), (right,)):
+        requests = [Request(prompt, NEW, strategies=strategies) for prompt in PROMPTS]
+        assert [done.token_ids for done in run_requests(engine, requests)] == expected, strategies
+    assert engine.runner.limits.padded
 
 
 @pytest.mark.slow

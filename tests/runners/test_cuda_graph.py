@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils import prune
 
 import lookfar
-from families import DEVICE, TREES, WINDOW, tiny_model
+from families import DEVICE, NOT_FLAT, TREES, WINDOW, tiny_model
 from helpers import flat_lm, oracle, random_prompts, reference
 from lookfar.core.plan import StepPlan
 from lookfar.drafters.lookahead import Lookahead
@@ -33,8 +33,6 @@ from lookfar.testing import run_requests
 
 PROMPTS = random_prompts(3 * WINDOW, 4 * WINDOW + 1, 5)  # two of them longer than any window
 NEW = 20
-# Families with attention code of their own, or with a bias by position.
-NOT_FLAT = {"gpt_neox_japanese", "gptj", "codegen", "bloom", "mpt", "falcon:alibi", "falcon"}
 # Flat, but their code synchronizes with the host inside a forward pass (experts in Python loops).
 NOT_CAPTURED = {"aria_text", "gemma3n_text", "jetmoe", "longcat_flash", "phimoe"}
 DTYPE = torch.float64 if DEVICE == "cpu" else torch.float32

@@ -155,7 +155,7 @@ class Benchmark:
         keep, new = method.state, self.max_new_tokens
         method.forget(self.lm)
         try:
-            method.run(self.lm, ids, min(8, new) if self.lm.engine.runner.limits.padded else new, 0, self.sampling)
+            method.run(self.lm, ids, new if self.lm.engine.runner.limits.captured else min(8, new), 0, self.sampling)
         except RequestError as error:
             raise ConfigError(f"{method.name} cannot run here: {error}") from error
         method.state = keep

@@ -73,7 +73,7 @@ def _decode(
     runs: dict[str, list[Completion]] = {side: [] for side in methods}
     new = asked["max_new_tokens"]
     # The first forward passes of a process are slow, and CUDA graphs are captured when their size is first needed.
-    first = min(4, new) if lm.engine.runner.limits.padded else new
+    first = new if lm.engine.runner.limits.captured else min(4, new)
     for method in methods.values():
         lm.generate(ids, strategy=method, **(asked | {"max_new_tokens": first}))
     for _ in range(repeats):

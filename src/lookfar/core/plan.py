@@ -30,6 +30,7 @@ class RunnerLimits:
     rows: int | None = None  # the most rows of all requests together; None: no limit
     depth: int | None = None  # the deepest draft tree; None: no limit
     padded: bool = True  # every request is padded to the widest; False: rows lie side by side
+    captured: bool = False  # steps are captured for a few numbers of rows, and compute the next larger one
 
 
 @dataclass(frozen=True)

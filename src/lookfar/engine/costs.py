@@ -34,7 +34,7 @@ def known_costs(runner: ModelRunner, cache: SlotKVCache, most: int) -> KnownCost
     if known is not None:
         return known
     with progress_bar("Measuring the cost of a step (once for this model and machine)"):
-        if runner.limits.padded or cache.order:
+        if not runner.limits.captured or cache.order:
             curve = measure_steps(runner, one_slot(MEASURED_LENGTH), 0)
         else:
             cache.reserve(1, MEASURED_LENGTH, most=most, keep=False)
@@ -49,7 +49,7 @@ def known_costs(runner: ModelRunner, cache: SlotKVCache, most: int) -> KnownCost
 
 def kept_costs(runner: ModelRunner) -> KnownCosts | None:
     """Return the cost curve of a runner that the file holds, if any."""
-    return read_costs(costs_file(), machine_and_model(runner), not runner.limits.padded)
+    return read_costs(costs_file(), machine_and_model(runner), runner.limits.captured)
 
 
 def save_refined_costs(runner: ModelRunner, curve: CostCurve, experience: Mapping[int, Experience]) -> None:
@@ -69,7 +69,7 @@ def measure_steps(runner: ModelRunner, cache: SlotKVCache, handle: int, sizes: S
 
     most = runner.limits.rows or max(sizes)
     sizes = [rows for rows in sizes if rows <= most]
-    return measure_curve(step, sizes, stepped=not runner.limits.padded)
+    return measure_curve(step, sizes, stepped=runner.limits.captured)
 
 
 def tree_plan(rows: int, context: int, vocab_size: int, handle: int = 0) -> StepPlan:

@@ -183,8 +183,9 @@ class Scheduler:
         if start is None:
             return order, [1] * len(order)
         flat = not limits.padded and all(state.embeds is None for state in order)
-        if flat and limits.rows is not None and limits.rows >= len(order):
-            chunks, left = [], min(self.prefill_chunk - 1, limits.rows - len(order))
+        room = self.prefill_chunk + len(order) if limits.rows is None else limits.rows
+        if flat and room >= len(order):
+            chunks, left = [], min(self.prefill_chunk - 1, room - len(order))
             for state in order:
                 more = min(state.num_pending - 1, left)
                 chunks.append(1 + more)

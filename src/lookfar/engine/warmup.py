@@ -57,7 +57,7 @@ def warmup_tasks(engine: Engine, examples: Seq[Request], requests: int, length: 
     if engine.scheduler.is_idle:
         engine.refresh()
     tasks = []
-    if not engine.runner.limits.padded:
+    if engine.runner.limits.captured:
         positions = length + max((request.max_draft_rows for request in examples), default=0)
         positions = max(positions, MEASURED_LENGTH)  # so that measuring does not replace the KV cache
         engine.cache.reserve(requests, positions, most=max(requests, engine.scheduler.max_batch), keep=True)
@@ -90,7 +90,7 @@ def rehearse(engine: Engine, examples: Seq[Request]) -> None:
     engine.is_rehearsed = True
     if engine.cache.order:
         return
-    curve = CostCurve({1: 1.0, 8: 1.0, 16: 16.0}, stepped=not engine.runner.limits.padded)  # eight rows are worth it
+    curve = CostCurve({1: 1.0, 8: 1.0, 16: 16.0}, stepped=engine.runner.limits.captured)  # eight rows are worth it
     other = Engine(engine.runner, engine.config, _no_drafts(engine), curve)
     for request in examples:
         other.draft_state.store.add(request.prompt)  # there should be a past text to look into

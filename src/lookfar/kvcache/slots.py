@@ -140,10 +140,13 @@ class SlotKVCache(KVCache):
 
     def apply_moves(self) -> None:
         """Carry out all noted moves."""
-        for slot, (source, target) in self._moves.items():
-            for buffer in self.buffers.tensors():
-                read, write = (torch.from_numpy(positions).to(buffer.device) for positions in (source, target))
-                buffer[slot, :, write] = buffer[slot, :, read]
+        if not self._moves:
+            return
+        slots = np.repeat(list(self._moves), [len(source) for source, _ in self._moves.values()])
+        sources, targets = (np.concatenate(positions) for positions in zip(*self._moves.values(), strict=True))
+        for buffer in self.buffers.tensors():
+            slot, read, write = (torch.from_numpy(part).to(buffer.device) for part in (slots, sources, targets))
+            buffer[slot, :, write] = buffer[slot, :, read]
         self._moves.clear()
 
     def _copy(self, source: int, target: int, length: int) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from transformers import Cache, PreTrainedModel
 
-from lookfar.core.plan import RequestPlan, StepPlan
+from lookfar.core.plan import StepPlan
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.alibi import positions_as_bias
-from lookfar.models.masks import StepMasks
+from lookfar.models.attention_name import attention_replaced, own_attention
+from lookfar.models.masks import StepMasks, additive
 from lookfar.models.packed_linear import PackedLinears, pack_by_default
 from lookfar.models.support import Support, examine
 from lookfar.models.weight_changes import ModelChange, ModelFingerprint
@@ -27,7 +28,9 @@ class FlatRows:
 
     tokens: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
-    tables: torch.Tensor  # [kinds of layers, rows and tiles, columns]: what each row attends to, see row_table.py
+    tables: torch.Tensor  # [kinds of layers, …, …]: what attention gets as a mask, see row_table.py
+    embeds: torch.Tensor | None = None  # [rows, hidden] to feed instead of the tokens
+    logit_rows: torch.Tensor | None = None  # rows whose logits are wanted; None: all
 
 
 class BoundModel:
@@ -38,7 +41,7 @@ class BoundModel:
         self._packed = PackedLinears(model) if (pack_by_default(model) if pack is None else pack) else None
         self.support = support or examine(model.config, type(model))
         self._parameters = set(inspect.signature(model.forward).parameters)
-        self._attention = _mask_attention(model)
+        self.attention = _mask_attention(model)
         self._shape = self._present_shape()
         self.fingerprint = ModelFingerprint.of(model)
 
@@ -47,7 +50,7 @@ class BoundModel:
 
         `everything` also drops copies of weights that seem unchanged.
         """
-        self._attention = _mask_attention(self.model)
+        self.attention = _mask_attention(self.model)
         dropped = self._packed is not None and self._packed.refresh(everything)
         before, self._shape = self._shape, self._present_shape()
         fingerprint, self.fingerprint = self.fingerprint, ModelFingerprint.of(self.model)
@@ -87,9 +90,7 @@ class BoundModel:
             return torch.cat([self.forward(one, cache) for one in alone])
         writer = cache.writer(plan)
         logit_rows = torch.from_numpy(plan.logit_rows).to(self.device)
-        with ExitStack() as during, torch.no_grad(), self.attending(self._attention):
-            if self._packed is not None:
-                during.enter_context(self._packed.in_use())
+        with ExitStack() as during, torch.no_grad(), self.attending(self.attention), self.packed_weights():
             arguments = {"logits_to_keep": logit_rows if len(logit_rows) else 1}
             arguments |= self._positions_and_mask(plan, cache.buffers.kv_length, during)
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}
@@ -98,17 +99,31 @@ class BoundModel:
             ).logits
         return logits if "logits_to_keep" in arguments else logits[:, logit_rows.to(logits.device)]
 
+    def packed_weights(self) -> AbstractContextManager[None]:
+        """Let linear layers compute with packed weights while the context is open, if there are any."""
+        return self._packed.in_use() if self._packed is not None else nullcontext()
+
     def _inputs(self, plan: StepPlan) -> dict[str, torch.Tensor]:
         """Return token ids, or embeddings if part of a prompt was given as embeddings."""
         tokens = torch.from_numpy(plan.tokens).to(self.device)
-        if not any(_feeds_embeds(rows) for rows in plan.requests):
+        if not feeds_embeds(plan):
             return {"input_ids": tokens}
-        embeds: torch.Tensor = self.model.get_input_embeddings()(tokens)
-        for i, rows in enumerate(plan.requests):
-            if rows.embeds is not None:
-                part = rows.embeds[rows.num_cached : rows.num_cached + len(rows.pending)]
-                embeds[i, : len(part)] = part.to(embeds)
-        return {"inputs_embeds": embeds}
+        return {"inputs_embeds": self.embed(tokens, plan, list)}
+
+    def embed(
+        self, tokens: torch.Tensor, plan: StepPlan, split: Callable[[torch.Tensor], Seq[torch.Tensor]]
+    ) -> torch.Tensor:
+        """Return the embeddings of a step: those of its tokens, and those that were given with prompts.
+
+        `split` returns the part of each request in a tensor of all of them.
+        """
+        with torch.no_grad():
+            embeds: torch.Tensor = self.model.get_input_embeddings()(tokens)
+            for rows, own in zip(plan.requests, split(embeds), strict=True):
+                if rows.embeds is not None:
+                    part = rows.embeds[rows.num_cached : rows.num_cached + len(rows.pending)]
+                    own[: len(part)] = part.to(own)
+        return embeds
 
     def _positions_and_mask(self, plan: StepPlan, kv_length: int, during: ExitStack) -> dict[str, Any]:
         """Return positions and masks. A causal step gets no mask: the model masks it as in its own `generate`."""
@@ -127,25 +142,28 @@ class BoundModel:
         return {"position_ids": positions, "attention_mask": mask}
 
     def _as_argument(self, mask: torch.Tensor) -> torch.Tensor:
-        if self._attention == "sdpa":
-            return mask
-        hidden = torch.finfo(self.model.dtype).min
-        return torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill_(~mask, hidden)
+        return mask if self.attention == "sdpa" else additive(mask, self.model.dtype)
 
     def forward_flat(self, rows: FlatRows, cache: Cache, forward: Callable[..., Any]) -> torch.Tensor:
-        """Run rows that lie side by side. Returns the logits of all rows, [rows, vocabulary].
+        """Run rows that lie side by side. Returns the logits of the rows that are wanted, [rows, vocabulary].
 
         `forward` is the model's own, or a compiled one.
         """
         by_kind = dict(zip(self.support.kinds, rows.tables[:, None, None], strict=True))
         mask = by_kind if self.support.by_layer_type else next(iter(by_kind.values()))
         arguments = {"position_ids": rows.positions[None], "attention_mask": mask}
+        if rows.logit_rows is not None:
+            arguments["logits_to_keep"] = rows.logit_rows
         arguments = {name: value for name, value in arguments.items() if name in self._parameters}
+        if rows.embeds is None:
+            arguments["input_ids"] = rows.tokens[None]
+        else:
+            arguments["inputs_embeds"] = rows.embeds[None]
         with torch.no_grad():
-            logits: torch.Tensor = forward(
-                input_ids=rows.tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **arguments
-            ).logits
-        return logits[0]
+            logits: torch.Tensor = forward(past_key_values=cache, use_cache=True, return_dict=True, **arguments).logits[
+                0
+            ]
+        return logits if rows.logit_rows is None or "logits_to_keep" in arguments else logits[rows.logit_rows]
 
     def refuse(self, reason: str) -> None:
         """Give up speculation for this model."""
@@ -168,28 +186,19 @@ class BoundModel:
             if before is not None:
                 self.model.set_experts_implementation(before)
 
-    @contextmanager
-    def attending(self, name: str) -> Iterator[None]:
+    def attending(self, name: str) -> AbstractContextManager[None]:
         """Run the model with another attention while the context is open (its own may take no masks: flash, flex)."""
-        config = self.model.config
-        before = config._attn_implementation
-        if before == name:
-            yield
-            return
-        config._attn_implementation = name
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
+        return attention_replaced(self.model.config, name)
 
 
-def _feeds_embeds(rows: RequestPlan) -> bool:
-    return rows.embeds is not None and rows.num_cached < len(rows.embeds)
+def feeds_embeds(plan: StepPlan) -> bool:
+    """Whether rows of a step are given as embeddings."""
+    return any(rows.embeds is not None and rows.num_cached < len(rows.embeds) for rows in plan.requests)
 
 
 def _mask_attention(model: PreTrainedModel) -> str:
     """Return the attention to run with: the model's own if it takes a dense mask."""
-    own = model.config._attn_implementation
+    own = own_attention(model.config)
     if own in ("sdpa", "eager"):
-        return str(own)
+        return own
     return "sdpa" if model._supports_sdpa else "eager"

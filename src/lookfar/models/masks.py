@@ -1,4 +1,4 @@
-"""Attention masks of a padded step, for each kind of attention layer a model has."""
+"""Attention masks of a step, for each kind of attention layer a model has."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ class LayerKind:
 
     window: int | None = None
     chunk: int | None = None
+
+    def first_visible(self, position: int) -> int:
+        """Return the first position that a token at `position` sees."""
+        first = 0 if self.window is None else max(position - self.window + 1, 0)
+        return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
     def __str__(self) -> str:
         if self.window is not None:
@@ -55,3 +60,8 @@ class StepMasks:
         if kind.chunk is not None:
             mask = mask & (query // kind.chunk == key // kind.chunk)
         return mask[:, None]
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask that is added to the scores: 0 where a row may look."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

@@ -42,8 +42,14 @@ def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def one_slot(capacity: int) -> SlotKVCache:
     """Return a KV cache of one slot whose request has the handle 0."""
-    cache = SlotKVCache(1, capacity)
-    cache.allocate()
+    return taken_slots(1, capacity)
+
+
+def taken_slots(count: int, capacity: int) -> SlotKVCache:
+    """Return a KV cache whose slots belong to requests with the handles 0, 1, …"""
+    cache = SlotKVCache(count, capacity)
+    for _ in range(count):
+        cache.allocate()
     return cache
 
 

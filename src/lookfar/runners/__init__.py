@@ -9,6 +9,7 @@ from lookfar.models.binding import BoundModel
 from lookfar.runners.base import ModelRunner
 from lookfar.runners.cuda_graph.availability import why_no_graphs
 from lookfar.runners.eager import EagerRunner
+from lookfar.runners.flat import FlatRunner, why_not_flat
 
 
 def create_runner(
@@ -19,8 +20,11 @@ def create_runner(
     asked = [name for name, value in options.items() if value]
     if cuda_graphs is False and asked:
         raise ConfigError(f"{asked[0]}=True needs CUDA graphs: remove cuda_graphs=False.")
-    if cuda_graphs is False or not model.support.trees:
+    if not model.support.trees:
         return EagerRunner(model)
+    eager = EagerRunner(model) if why_not_flat(model) else FlatRunner(model)
+    if cuda_graphs is False:
+        return eager
     reason = why_no_graphs(model)
     if not reason:
         from lookfar.runners.cuda_graph.runner import CudaGraphRunner
@@ -33,4 +37,4 @@ def create_runner(
             warnings.warn(f"{model.support.model_type} runs without CUDA graphs: {reason}.", LookfarWarning, 4)
     if asked:
         raise ConfigError(f"{asked[0]}=True is unavailable for this model: {reason}.")
-    return EagerRunner(model)
+    return eager

@@ -13,7 +13,7 @@ from lookfar.core.plan import RunnerLimits, StepPlan
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
 from lookfar.models.weight_changes import ModelChange
-from lookfar.runners.base import StepResult, StepShape
+from lookfar.runners.base import PendingStep, StepResult, StepShape
 from lookfar.sampling.sampler import greedy, top_k
 
 
@@ -32,7 +32,7 @@ class EagerRunner:
     def refresh(self, everything: bool = False) -> ModelChange:
         return self.model.refresh(everything)
 
-    def launch(self, plan: StepPlan, cache: SlotKVCache) -> EagerStep:
+    def launch(self, plan: StepPlan, cache: SlotKVCache) -> PendingStep:
         started = perf_counter()
         logits = self.model.forward(plan, cache)
         return EagerStep(plan, logits, started)

@@ -54,7 +54,7 @@ class CudaGraphRunner:
         self.model = model
         self.asked_for = exact
         self.eager = EagerRunner(model)
-        self.limits = self._own_limits = RunnerLimits(SIZES[-1], MAX_PATH, padded=False)
+        self.limits = self._own_limits = RunnerLimits(SIZES[-1], MAX_PATH, padded=False, captured=True)
         self.compile = compile
         self.layers = self._layer_options()
         self.position_bytes = 0  # of one KV position in all layers
