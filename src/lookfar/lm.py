@@ -320,9 +320,7 @@ class LM:
         if torch.is_autocast_enabled(self.device.type):
             return "autocast is on"
         if has_position_hooks(self.model):
-            return (
-                "it has forward hooks, which may treat single positions (`row_wise = True` on a hook says it does not)"
-            )
+            return "it has forward hooks, which may treat single positions (a hook with `row_wise = True` does not)"
         return ""
 
     def why_request_falls_back(self, request: Request) -> str:

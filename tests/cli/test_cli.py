@@ -164,14 +164,11 @@ def test_compare_never_hides_a_difference(
     """A strategy that breaks the promise is shown with the place and the margin of the first difference."""
     from lookfar.engine import verify
 
-    def wrong(tree: Any, choose: Any, ends: Any) -> verify.Walk:
-        return verify.Walk([], [7], ends([7]))
-
     arguments = ("compare", "abc", "--raw", "--model", saved, "--max-new-tokens", "6", "--strategy", "jacobi")
     assert run(monkeypatch, *arguments, "--json") == 0
     assert json.loads(capsys.readouterr().out)["first_difference"] is None
-    right, steps = verify.walk, iter(range(1000))
-    monkeypatch.setattr(verify, "walk", lambda *a: wrong(*a) if next(steps) > 12 else right(*a))
+    right, steps = verify._walk_all, iter(range(1000))
+    monkeypatch.setattr(verify, "_walk_all", lambda *a: ([7], [], [1]) if next(steps) > 12 else right(*a))
     assert run(monkeypatch, *arguments) == 0
     shown = capsys.readouterr().out
     assert "Different from token" in shown
