@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
+from time import perf_counter
 from unittest.mock import Mock
 
 import numpy as np
@@ -299,7 +300,7 @@ def test_prefills_teach_the_controller_nothing() -> None:
     engine.speculator.controllers[1] = controller
     controller.learn = lambda *arguments: learned.append(arguments)  # type: ignore[method-assign]
     seen = rows_of(engine, [automatic(PROMPTS[4])])
-    engine.speculator._learn_rate()  # from the last step
+    engine.speculator._learn_rate(perf_counter())  # from the last step
     assert len(PROMPTS[4]) > 8
     assert len(learned) == len(seen) - 1  # the first of these also prefilled the end of the prompt
     assert all(tokens >= 1 and seconds > 0 for _, tokens, seconds in learned)

@@ -82,8 +82,8 @@ class RequestPlan:
     sampler: RowSampler | None = None  # for requests that sample
 
     def __len__(self) -> int:
-        window = sum(map(len, self.windows)) if self.windows else 0
-        return len(self.pending) + len(self.tree) + window
+        rows: int = len(self.pending) + self.tree.columns.shape[1]
+        return rows + sum(map(len, self.windows)) if self.windows else rows
 
     @property
     def last_row(self) -> int:
@@ -155,7 +155,7 @@ class StepPlan:
         self._trees = trees  # those of the requests, if they lie behind each other already
         self.top_k = top_k  # how many of the most likely tokens to return for each row
         self.shared = False  # whether other requests run or wait, so that nothing may stall the step
-        self.lengths = [len(rows) for rows in requests]
+        self.lengths = list(map(len, requests))
         self.width = max(self.lengths)
         if logit_rows is not None:
             self.logit_rows = logit_rows

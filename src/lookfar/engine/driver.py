@@ -250,7 +250,7 @@ class Driver:
             if submission.is_cancelled:
                 return
             try:
-                handle = self.engine.add(request, index)
+                handle = self.engine.add(request, index, submission.stream)
             except BaseException as error:  # a drafter that cannot be made, or costs that cannot be measured
                 submission.deliver(StepOutput(-1, index, error=error))
                 return

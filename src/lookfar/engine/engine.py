@@ -82,14 +82,18 @@ class Engine:
         except BaseException as error:
             return self.scheduler.recover(batch, error, retry=isinstance(error, Exception))
 
-    def add(self, request: Request, index: int = 0) -> int:
-        """Add a request and return its handle; `index` is its place among the requests of one call."""
+    def add(self, request: Request, index: int = 0, every_step: bool = True) -> int:
+        """Add a request and return its handle; `index` is its place among the requests of one call.
+
+        Without `every_step` it has one output, the last one.
+        """
         self.check(request)
         if self.scheduler.is_idle:
             self.refresh()
         draft_state = request.draft_state or self.draft_state
         draft_state.fit(self.runner.model.vocab_size)
         state = RequestState(request, next(self._handles), index, draft_state)
+        state.every_step = every_step
         if self.needs_costs(request):
             self.find_costs()
         self.scheduler.add(state)

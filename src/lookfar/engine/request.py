@@ -78,10 +78,11 @@ class RequestState:
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.num_delivered = 0  # emitted tokens that left the engine
+        self.every_step = True  # whether the output of every step is wanted, or only the last one
         self.retried = False  # it was in a step that failed, and runs alone since
         self.swapped: KVState | None = None  # its KV while it waits for its reader
         self.stats = Stats(prompt_tokens=len(self.ids))
-        self.sampler = Sampler(request.sampling, request.prompt)
+        self.sampler = Sampler(request.sampling, request.prompt, keep_text=bool(request.criteria))
         # On an accelerator one call for all rows is faster than several calls that each wait for the device. On a CPU
         # it is the other way round: most rows are never reached, and sorting a vocabulary takes milliseconds.
         self.samples_by_row = self.sampler.is_row_parallel and self.sampler.device.type != "cpu"

@@ -140,8 +140,8 @@ class Scheduler:
 
     def _grow_cache(self) -> None:
         """Make room for answers that have outgrown the KV cache; one that cannot grow ends with the error."""
-        capacity = self.cache.capacity
-        for state in [state for state in self.running.values() if state.num_positions > capacity]:
+        capacity, running = self.cache.capacity, self.running.values()
+        for state in [state for state in running if len(state.ids) + state.speculation.max_rows > capacity]:
             try:
                 self.cache.reserve(len(self.running), state.reserved_positions, most=self.max_batch, keep=True)
             except Exception as error:
@@ -179,7 +179,7 @@ class Scheduler:
         rows that decoding leaves, in order. Otherwise only requests that prefill, as many as fit one padded block.
         """
         order = [self.running[handle] for handle in self.cache.order]
-        start = next((i for i, state in enumerate(order) if state.num_pending > 1), None)
+        start = next((i for i, state in enumerate(order) if len(state.ids) - state.num_cached > 1), None)
         if start is None:
             return order, [1] * len(order)
         flat = not limits.padded and all(state.embeds is None for state in order)
@@ -222,6 +222,8 @@ class Scheduler:
         outputs = []
         for state, rows, walk in zip(batch.requests, plan.requests, walks, strict=True):
             state.stats.host_seconds += share
+            if not (state.every_step or state.is_finished):
+                continue
             if walk is not None and state.error is None:
                 outputs.append(
                     StepOutput(

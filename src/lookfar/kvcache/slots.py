@@ -132,6 +132,11 @@ class SlotKVCache(KVCache):
             self._moves[slot] = source, target
         return length
 
+    @property
+    def has_moves(self) -> bool:
+        """Whether moves are noted."""
+        return bool(self._moves)
+
     def take_moves(self, slot: int, most: int) -> tuple[Ints, Ints] | None:
         """Hand over the noted moves of a slot, from which positions and to which, if there are at most `most`."""
         if slot in self._moves and len(self._moves[slot][0]) > most:

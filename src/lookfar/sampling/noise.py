@@ -18,7 +18,9 @@ import torch
 from lookfar.core.arrays import Floats
 from lookfar.core.locks import fork_safe_lock
 
-KEPT_BYTES = 256 << 20  # noise kept for requests that lag behind; dropped noise is drawn again when needed
+# Noise that is kept for requests that lag behind; dropped noise is drawn again when needed. The requests of a batch are
+# soon a hundred positions apart, so on a GPU it may be more, as a share of its memory.
+KEPT_BYTES, KEPT_SHARE = 256 << 20, 0.02
 LOOK_AHEAD = 8  # positions that drafts are ranked for; as many behind them are prefetched while a GPU works
 LOOK_AHEAD_BYTES = 64 << 20
 
@@ -41,6 +43,7 @@ class SamplingNoise:
         self._drawing = torch.Generator(self.device)
         self._states: list[torch.Tensor] = []  # of the generator before each position
         self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._most = max_kept(self.device)
         self._heads = [0] * batch  # the next position of each request
         self._used = 0  # positions that tokens were chosen at
         self.width = 0  # of the vocabulary, known with the first logits
@@ -120,10 +123,17 @@ class SamplingNoise:
             if drawing == len(self._states) - 1:
                 self._states.append(self._drawing.get_state())
             self._kept[drawing] = noise
-            while len(self._kept) > 1 and len(self._kept) * noise.nbytes > KEPT_BYTES:
+            while len(self._kept) > 1 and len(self._kept) * noise.nbytes > self._most:
                 self._kept.popitem(last=False)
             if drawing == position:
                 return noise
+
+
+def max_kept(device: torch.device) -> int:
+    """Return the bytes of noise that one call may keep."""
+    if device.type != "cuda":
+        return KEPT_BYTES
+    return max(KEPT_BYTES, int(KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,15 @@ class SamplingParams:
 
 
 class Sampler:
-    """Chooses the tokens of one request. `context` is its text as logits processors see it."""
+    """Chooses the tokens of one request.
 
-    def __init__(self, params: SamplingParams, prompt: Seq[int]) -> None:
+    `context` is its text as logits processors and stopping criteria see it, if there are any (`keep_text`: criteria).
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Seq[int], keep_text: bool = True) -> None:
         self.params = params
         self.context = list(prompt if params.context is None else params.context)
+        self._keep_text = keep_text or bool(params.processors)
         self.num_emitted = 0
         self.scores: list[torch.Tensor] = []  # of each emitted token, if they are kept
         self.logits: list[torch.Tensor] = []
@@ -87,8 +91,9 @@ class Sampler:
 
     def append(self, tokens: list[int]) -> None:
         """Move on past emitted tokens."""
-        self.context += tokens
         self.num_emitted += len(tokens)
+        if self._keep_text:
+            self.context += tokens
         if self.params.random is not None:
             self.params.random.advance(self.num_emitted)
 

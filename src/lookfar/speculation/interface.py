@@ -81,12 +81,12 @@ class Batch(Protocol):
     @property
     def chunks(self) -> Seq[int]: ...
     @property
-    def seconds(self) -> float:
-        """Of the whole step; known when it is done."""
+    def started(self) -> float:
+        """When the step began (`perf_counter`)."""
 
     @property
     def host_seconds(self) -> float:
-        """Of those: drafting, planning, verifying and learning."""
+        """The host's time of the step: drafting, planning, verifying and learning; known when it is done."""
 
 
 class Walk(Protocol):

@@ -59,7 +59,7 @@ class Speculator:
 
     def plan(self, batch: Batch, limits: RunnerLimits) -> StepPlan:
         """Plan the next forward pass of a batch."""
-        self._learn_rate()
+        self._learn_rate(batch.started)
         requests = batch.requests
         self._step = step = self._decide(batch)
         if step.prefills:
@@ -157,13 +157,16 @@ class Speculator:
             size = size_class(len(step.plan.requests))
             self.costs.refine(step.result.num_rows, step.result.seconds, size)
 
-    def _learn_rate(self) -> None:
-        """Tell the controller about the last step, unless it prefilled, failed, or captured a graph."""
+    def _learn_rate(self, now: float) -> None:
+        """Tell the controller about the last step, unless it prefilled, failed, or captured a graph.
+
+        Its time is that until `now`, when the next one begins: outputs are delivered in between.
+        """
         step, self._step = self._step, None
         if step is None or step.controller is None or step.prefills or step.result is None or not step.result.is_warm:
             return
         tokens = sum(len(walk.tokens) for walk in step.walks if walk is not None)
-        step.controller.learn(step.speculates, tokens, step.batch.seconds)
+        step.controller.learn(step.speculates, tokens, now - step.batch.started)
         if step.speculates and step.plan is not None:
             step.controller.host.learn(sum(step.plan.lengths), step.batch.host_seconds)
 

@@ -59,6 +59,8 @@ class GraphStep(FlatStep):
         if not self.on_gpu:
             return True  # the cache moves positions itself
         self.host_moves[:, 0] = -1
+        if not self.cache.has_moves:
+            return True
         for moves, rows in zip(self.host_moves, plan.requests, strict=False):
             slot = self.cache.slot_of(rows.kv)
             positions = self.cache.take_moves(slot, MAX_PATH)
