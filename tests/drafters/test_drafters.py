@@ -72,7 +72,7 @@ def test_each_draws_from_its_own_store_and_text() -> None:
     states[1].store.learn([[1, 2, 3, 50]])
     texts = [[1, 2, 3], [7, 2, 3], [2, 3, 60, 2, 3]]
     drafters = [Suffix(length=4).create(context(ids, s))[0] for ids, s in zip(texts, [*states, states[0]], strict=True)]
-    found = SuffixDrafter.together(drafters).propose(texts, np.array([9, 9, 1], np.int32))
+    found = SuffixDrafter.together(drafters).propose(texts, np.array([9, 9, 1], np.int32), 64)
     drafts = zip(found.owners.tolist(), found.sources.tolist(), kept(found.drafts), strict=True)
     assert sorted(drafts) == [(0, 1, [40, 41]), (1, 1, [50]), (2, 0, [60]), (2, 1, [40])]
 

@@ -121,8 +121,8 @@ class DrafterBatch(ABC):
     tables: Seq[RecycleTable] = ()  # of each drafter, if they have one
 
     @abstractmethod
-    def propose(self, texts: Seq[Seq[int]], limits: Int32s) -> BatchProposal:
-        """Propose what follows each text, at most `limits` tokens deep."""
+    def propose(self, texts: Seq[Seq[int]], limits: Int32s, rows: int) -> BatchProposal:
+        """Propose what follows each text, at most `limits` tokens deep; about `rows` can be verified for each."""
 
     def observe(self, outcome: BatchOutcome) -> None:  # noqa: B027  not every class learns
         """Learn from a step."""
@@ -144,7 +144,7 @@ class BatchDrafter(ABC):
     def propose(self, ids: Seq[int], limit: int) -> Proposal:
         """Propose what follows one text."""
         batch = self.together([self])
-        found = batch.propose([ids], np.array([limit], np.int32))
+        found = batch.propose([ids], np.array([limit], np.int32), MAX_SETTING)
         proposal = Proposal(found.drafts, found.scores, found.weights, table=batch.tables[0] if batch.tables else None)
         if found.runner_ups is not None:
             (tokens,), (logits,) = found.runner_ups

@@ -73,7 +73,7 @@ class RecycleBatch(DrafterBatch):
         for i, table in enumerate(self.tables):
             self.members.setdefault(table, []).append(i)
 
-    def propose(self, texts: Seq[Seq[int]], limits: Int32s) -> BatchProposal:
+    def propose(self, texts: Seq[Seq[int]], limits: Int32s, rows: int) -> BatchProposal:
         return BatchProposal(runner_ups=read_runner_ups(self.runner_ups))
 
     def observe(self, outcome: BatchOutcome) -> None:

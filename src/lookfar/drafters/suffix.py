@@ -39,6 +39,7 @@ SCORE_OF: Int32s = np.searchsorted(
 RECENCY: Floats = (0.9 ** np.arange(128)).astype(np.float32)
 PROMPT_TAIL = 64  # tokens of the prompt that are stored with an answer, so that the same question finds it
 CHAINED_LENGTHS = (8, 4, 2, 1)
+MIN_BRANCHES = 6  # and their length, however few rows a request of a batch gets
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ class SuffixBatch(DrafterBatch):
             members.setdefault(drafter.store, []).append(i)
         self.stores = [(store, of, FollowedTexts([drafters[i].text for i in of])) for store, of in members.items()]
 
-    def propose(self, texts: Seq[Seq[int]], limits: Int32s) -> BatchProposal:
-        wanted = self.wanted.copy()
+    def propose(self, texts: Seq[Seq[int]], limits: Int32s, rows: int) -> BatchProposal:
+        wanted = np.minimum(self.wanted, max(rows, MIN_BRANCHES))
         np.minimum(wanted[:, 1], limits, out=wanted[:, 1])
         if len(self.stores) == 1:
             ((store, _, followed),) = self.stores

@@ -115,7 +115,8 @@ class Drafting(DraftingBatch):
 
     def draft(self, limits: Int32s, step: StepRows, prices: Prices) -> Drafts:
         """Add draft trees and windows to the plans of a step, the trees at most `limits` deep for each member."""
-        proposals = self.propose(limits)
+        most = sum(group.budget.max_nodes(step) for group in self._budgets)
+        proposals = self.propose(limits, 2 * most // len(self.members))  # a confident request takes what others leave
         if self.alone:
             self._budgets = self._group()  # their tables may change
         drafts = Drafts([])

@@ -83,13 +83,16 @@ class DraftingBatch:
         """Whether it can be used for a step."""
         return self.places == places and self.requests == requests
 
-    def propose(self, limits: Int32s) -> Proposals:
-        """Ask all drafters for drafts of at most so many tokens. An error of a drafter fails its request."""
+    def propose(self, limits: Int32s, rows: int) -> Proposals:
+        """Ask all drafters for drafts of at most so many tokens. An error of a drafter fails its request.
+
+        About `rows` can be verified for each request.
+        """
         found = Proposals(self.members, limits)
         for batch, chosen, sources in self._together.values():
             everyone = len(chosen) == len(self.members)
             texts = self.texts if everyone else [self.texts[i] for i in chosen]
-            proposed = batch.propose(texts, limits if everyone else limits[chosen])
+            proposed = batch.propose(texts, limits if everyone else limits[chosen], rows)
             if proposed.runner_ups is not None:
                 found.set_runner_ups(chosen, *proposed.runner_ups)
             if len(proposed.drafts):
