@@ -10,6 +10,7 @@ from lookfar.speculation.controller import (
     BASE_STEPS,
     CLEARLY_SLOWER,
     EARLY_STEPS,
+    MAX_EARLY,
     MIN_STEPS,
     REGRET,
     SPECULATIVE_STEPS,
@@ -100,7 +101,8 @@ def test_the_first_steps_lose_little_where_nothing_is_accepted(requests: int, co
         speculates = controller.decide(requests / 1.0)
         took.append(cost if speculates else 1.0)
         controller.learn(speculates, requests, took[-1])
-    first = max(EARLY_STEPS // requests, MIN_STEPS) if cost > 1 / CLEARLY_SLOWER else SPECULATIVE_STEPS // requests
+    early = min(EARLY_STEPS // requests, MAX_EARLY)
+    first = early if cost > 1 / CLEARLY_SLOWER else SPECULATIVE_STEPS // requests
     assert sum(took[:100]) <= 100 + (max(first, MIN_STEPS) + 1) * (cost - 1) + 100 * REGRET
     assert sum(took) / len(took) < 1.015
 

@@ -21,7 +21,8 @@ from lookfar.speculation.row_budget import Budget, max_draft_rows
 
 FinishReason = Literal["stop", "length"]
 ROOM = 4096  # KV positions for the answer that are reserved at once; the KV cache grows with longer answers
-PREDICTED_PROMPT = 128  # prompt rows whose predictions drafters get, or as many as the request may emit
+# Prompt rows whose predictions drafters get. Captured steps compute the logits of all rows anyway, others just for this.
+PREDICTED_PROMPT, PREDICTED_IF_CAPTURED = 32, 128
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class RequestState:
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.num_delivered = 0  # emitted tokens that left the engine
+        self.predicted_prompt = PREDICTED_PROMPT  # prompt rows whose predictions drafters get
         self.every_step = True  # whether the output of every step is wanted, or only the last one
         self.retried = False  # it was in a step that failed, and runs alone since
         self.swapped: KVState | None = None  # its KV while it waits for its reader
@@ -128,7 +130,7 @@ class RequestState:
 
     @property
     def predicted_from(self) -> int:
-        return len(self.request.prompt) - max(PREDICTED_PROMPT, self.request.max_new_tokens)
+        return len(self.request.prompt) - self.predicted_prompt
 
     @property
     def embeds(self) -> Any:

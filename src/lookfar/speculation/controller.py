@@ -16,12 +16,13 @@ from lookfar.speculation.cost_file import Experience
 from lookfar.speculation.host_cost import HostCost
 
 SPECULATIVE_STEPS = 64  # steps of one request that the speculative rate is measured over
-EARLY_STEPS = 8  # steps of one request after which a rate that is clearly lower is believed
+EARLY_STEPS = 24  # steps, divided by the requests, after which a rate that is clearly lower is believed
+MAX_EARLY = 8
 MIN_STEPS = 3  # however many requests there are
-BASE_STEPS = 4  # steps without speculation that tell their rate: each emits one token per request
+BASE_STEPS = 6  # steps without speculation that tell their rate: each emits one token per request
 CLEARLY_SLOWER = 0.8  # of the other rate
 REGRET = 0.01  # of the time may be lost to trials
-FIRST_INTERVAL, MAX_INTERVAL = 64, 4096  # steps until the other mode is tried again
+MIN_INTERVAL, MAX_INTERVAL = 16, 4096  # steps until the other mode is tried again
 NEXT_REQUEST = 32  # steps after which the next request tries speculation, if the one before did without
 
 
@@ -56,10 +57,10 @@ class SpeculationController:
         self.speculating = earlier is None or earlier.speculating  # the faster mode, as far as is known
         self.host = HostCost(earlier.fixed, earlier.per_row) if earlier is not None else HostCost()
         self._steps = {True: max(MIN_STEPS, SPECULATIVE_STEPS // requests), False: BASE_STEPS}
-        self._early = max(MIN_STEPS, EARLY_STEPS // requests)
+        self._early = min(max(MIN_STEPS, EARLY_STEPS // requests), MAX_EARLY)
         self._rates = {mode: Rate(steps) for mode, steps in self._steps.items()}
-        self._wait = self._steps[True] if self.speculating else FIRST_INTERVAL  # steps until the other mode is tried
-        self._interval = FIRST_INTERVAL
+        self._wait = self._steps[True] if self.speculating else MIN_INTERVAL  # steps until the other mode is tried
+        self._interval = MIN_INTERVAL
         self._trial = 0  # steps left of a trial of the other mode
         self._tried = False  # whether steps without speculation were tried for this request
         self._alone = requests == 1
@@ -110,7 +111,7 @@ class SpeculationController:
         faster = self._rates[True].value >= self._rates[False].value
         kept, other = self._rates[faster], self._rates[not faster]
         lost = len(other) * other.seconds * (1 - other.value / kept.value) if kept.value else 0.0
-        least = 2 * self._interval if faster == self.speculating else FIRST_INTERVAL
+        least = 2 * self._interval if faster == self.speculating else MIN_INTERVAL
         self._interval = int(min(max(least, lost / max(REGRET * kept.seconds, 1e-9)), MAX_INTERVAL))
         self._wait = self._interval
         self.speculating, self._tried = faster, True
