@@ -41,7 +41,7 @@ from lookfar.lm import Completion
 from lookfar.models.binding import BoundModel
 from lookfar.models.masks import LayerKind, StepMasks
 from lookfar.models.self_check import one_slot
-from lookfar.runners.cuda_graph import graph_step
+from lookfar.runners.cuda_graph import runner as graph_runner
 from lookfar.runners.cuda_graph.runner import CudaGraphRunner
 
 Tokens = list[list[int]]
@@ -104,7 +104,8 @@ def steps() -> None:
                     runner.launch(plan, cache).result()
                     walls.append(1e3 * (perf_counter() - began))
                 found[rows] = median(walls)
-                step, _, _ = runner._step_for(runner._shape(plan, cache, plan.top_k), cache, shared=False)
+                shape = graph_runner._shape_of(graph_runner.SIZE_OF[rows], 1, cache, plan.top_k)
+                step, _, _ = runner._step_for(shape, cache, shared=False)
                 assert step is not None
                 report(
                     mode=runner.name,
@@ -240,7 +241,7 @@ def sampled() -> None:
     """Tokens per second of sampling in CUDA graphs and on the host."""
     lm = demo(compile=True)
     texts = prompts(lm, 4)
-    usual = graph_step.WORTH_CAPTURING
+    usual = graph_runner.SAMPLED_BYTES
     for sampling in (
         {"temperature": 0.7, "top_k": 0},
         {"temperature": 0.7, "top_k": 50},
@@ -250,15 +251,12 @@ def sampled() -> None:
             seconds: dict[str, list[float]] = {"graphs": [], "host": []}
             for _ in range(3):
                 for place in seconds:
-                    graph_step.WORTH_CAPTURING = usual if place == "graphs" else 1 << 30
-                    if place == "host":
-                        for step in lm.engine.runner._steps:
-                            step._samplers.clear()
+                    graph_runner.SAMPLED_BYTES = usual if place == "graphs" else 0
                     done = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **sampling)
                     if place == "graphs":  # the first run captures
                         done = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **sampling)
                     seconds[place].append(1 / rate(done))
-            graph_step.WORTH_CAPTURING = usual
+            graph_runner.SAMPLED_BYTES = usual
             rates = {place: 1 / median(times) for place, times in seconds.items()}
             report(sampling=sampling, strategy=strategy, **rates, ratio=rates["graphs"] / rates["host"])
 

@@ -5,32 +5,28 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lookfar.speculation.host_cost import PRIOR_PER_ROW, HostCost
+from lookfar.speculation.host_cost import ROWS_SHARE, HostCost
 
 
 def test_both_parts_are_found_in_noisy_steps() -> None:
     cost, random = HostCost(), np.random.default_rng(0)
     for _ in range(300):
         rows = int(random.integers(1, 64))
-        cost.learn(rows, (200e-6 + 3e-6 * rows) * random.uniform(0.9, 1.1))
-    assert cost.fixed == pytest.approx(200e-6, rel=0.1)
-    assert cost.per_row == pytest.approx(3e-6, rel=0.2)
-    assert cost.table(64)[64] == pytest.approx(392e-6, rel=0.1)
+        cost.learn(rows, (100e-6 + 5e-6 * rows) * random.uniform(0.9, 1.1))
+    assert cost.fixed == pytest.approx(100e-6, rel=0.2)
+    assert cost.per_row == pytest.approx(5e-6, rel=0.2)
+    assert cost.table(64)[64] == pytest.approx(420e-6, rel=0.1)
 
 
-def test_steps_of_one_size_tell_their_sum_only() -> None:
+def test_a_share_is_for_rows_where_steps_do_not_tell() -> None:
     cost = HostCost()
     for _ in range(50):
         cost.learn(32, 100e-6)
-    assert cost.per_row == PRIOR_PER_ROW
+    assert 32 * cost.per_row == pytest.approx(ROWS_SHARE * 100e-6)
     assert cost.table(32)[32] == pytest.approx(100e-6)
-
-
-def test_a_part_is_never_negative() -> None:
-    cost = HostCost()
     for step in range(100):
-        cost.learn(10 + 40 * (step % 2), 50e-6 - 20e-6 * (step % 2))
-    assert cost.per_row == 0.0
+        cost.learn(10 + 40 * (step % 2), 50e-6 - 20e-6 * (step % 2))  # larger steps that take less time
+    assert cost.per_row > 0.0
     assert cost.fixed > 0.0
 
 

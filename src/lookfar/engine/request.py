@@ -21,7 +21,7 @@ from lookfar.speculation.row_budget import Budget, max_draft_rows
 
 FinishReason = Literal["stop", "length"]
 ROOM = 4096  # KV positions for the answer that are reserved at once; the KV cache grows with longer answers
-# Prompt rows whose predictions drafters get. Captured steps compute the logits of all rows anyway, others just for this.
+# Prompt rows whose predictions drafters get. Captured steps compute the logits of all rows, others for this only.
 PREDICTED_PROMPT, PREDICTED_IF_CAPTURED = 32, 128
 
 

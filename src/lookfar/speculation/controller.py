@@ -82,7 +82,7 @@ class SpeculationController:
     def _should_try(self, base_rate: float) -> bool:
         """Whether it is time to try the other mode, and something speaks for it."""
         rate = self._rates[True]
-        enough = self.speculating and not self._tried and len(rate) >= self._early
+        enough = self.speculating and not self._tried and self._wait % self._early == 0 and len(rate) >= self._early
         if enough and rate.value < CLEARLY_SLOWER * base_rate:
             return True
         if self._wait > 0:

@@ -7,33 +7,31 @@ import numpy as np
 from lookfar.core.arrays import Floats
 
 RATE = 0.05  # how fast older steps are forgotten
-PRIOR_PER_ROW = 1.5e-6  # seconds, until steps of different sizes were seen
 MIN_SPREAD = 2.0  # rows by which sizes have to differ, as a standard deviation, to tell anything
+ROWS_SHARE = 0.4  # of the time is for rows at the least: half of it is, wherever sizes differed enough to tell
 
 
 class HostCost:
     """Drafting, planning, verifying and learning, in seconds: `fixed + per_row * rows`."""
 
-    def __init__(self, fixed: float = 0.0, per_row: float = PRIOR_PER_ROW) -> None:
+    def __init__(self, fixed: float = 0.0, per_row: float = 0.0) -> None:
         self.fixed, self.per_row = fixed, per_row
-        self._steps = 0.0
-        self._means = np.zeros(4)  # of rows, seconds, rows², rows · seconds
+        self._steps = 0
+        self._rows = self._seconds = self._squares = self._products = 0.0  # means
 
     def learn(self, rows: int, seconds: float) -> None:
         """Learn from a step."""
         self._steps += 1
         rate = max(RATE, 1 / self._steps)
-        self._means += rate * (np.array([rows, seconds, rows * rows, rows * seconds]) - self._means)
-        mean_rows, mean_seconds, squares, products = self._means.tolist()
-        spread = squares - mean_rows**2
-        if spread > MIN_SPREAD**2:
-            slope = (products - mean_rows * mean_seconds) / spread
-            self.per_row = min(max(slope, 0.0), mean_seconds / mean_rows)
-        self.fixed = max(mean_seconds - self.per_row * mean_rows, 0.0)
+        self._rows += rate * (rows - self._rows)
+        self._seconds += rate * (seconds - self._seconds)
+        self._squares += rate * (rows * rows - self._squares)
+        self._products += rate * (rows * seconds - self._products)
+        spread, average = self._squares - self._rows**2, self._seconds / self._rows
+        slope = (self._products - self._rows * self._seconds) / spread if spread > MIN_SPREAD**2 else 0.0
+        self.per_row = min(max(slope, ROWS_SHARE * average), average)
+        self.fixed = self._seconds - self.per_row * self._rows
 
     def table(self, most: int) -> Floats:
         """Return the seconds for 0 … `most` rows."""
         return (self.fixed + self.per_row * np.arange(most + 1)).astype(np.float32)
-
-
-NO_HOST_COST = HostCost(0.0, 0.0)

@@ -14,7 +14,7 @@ from lookfar.core.plan import RequestPlan, RunnerLimits, WindowRows
 from lookfar.drafters.base import Strategy
 from lookfar.drafters.registry import auto_strategies
 from lookfar.errors import ConfigError
-from lookfar.speculation.cost_curve import CostCurve, size_class
+from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.host_cost import HostCost
 
 # Rows a step: as many as pay, a number, or (None) everything that the strategies propose.
@@ -26,6 +26,7 @@ ANY_NUMBER, ANY_SCORE = 1 << 30, 0.0
 # An automatic budget ignores candidates below an acceptance probability between these, by the least cost of a row.
 MIN_AUTO_SCORE, MAX_MIN_SCORE = 0.002, 0.1
 CAUTION = 0.5  # estimates may be too low by this factor
+MAX_USES = 16  # of a table of costs, until it follows what was learned
 
 
 def check_budget(budget: Any) -> None:
@@ -51,12 +52,24 @@ def max_draft_rows(strategies: Seq[Strategy], budget: Budget) -> int:
     return sum(strategy.max_rows for strategy in strategies)
 
 
-@dataclass(frozen=True, slots=True)
 class Prices:
-    """What rows cost: on the device and on the host."""
+    """What the rows of steps with some number of requests cost: on the device and on the host."""
 
-    costs: CostCurve | None  # needed for automatic budgets
-    host: HostCost
+    def __init__(self, costs: CostCurve | None, host: HostCost, requests: int) -> None:
+        self.costs = costs  # needed for automatic budgets
+        self.host = host
+        self.requests = requests  # to a power of two
+        self._table: Floats = np.zeros(0, np.float32)
+        self._uses = 0
+
+    def table(self, most: int) -> Floats:
+        """Return the seconds of a step of 0 … `most` rows, as they were known a few steps ago."""
+        self._uses += 1
+        if len(self._table) <= most or self._uses > MAX_USES:
+            assert self.costs is not None
+            device = self.costs.table(most)[: most + 1] * np.float32(self.costs.drift(self.requests))
+            self._table, self._uses = device + self.host.table(most), 0
+        return self._table[: most + 1]
 
 
 @dataclass(slots=True)
@@ -134,13 +147,8 @@ class RowBudget:
 
     def _table(self, step: StepRows, prices: Prices) -> Floats:
         """Return the seconds of a step by its rows, with the host's part."""
-        assert prices.costs is not None
         most = len(step.lengths) * (max(step.lengths) + max(self.max_rows[i] for i in self.members))
-        most = most if step.limits.rows is None else min(most, step.limits.rows)
-        table = prices.costs.table(most)[: most + 1]
-        drift = np.float32(prices.costs.drift(size_class(len(step.lengths))))
-        total: Floats = table * drift + prices.host.table(most)
-        return total
+        return prices.table(most if step.limits.rows is None else min(most, step.limits.rows))
 
     def max_nodes(self, step: StepRows) -> int:
         """Return the most candidates worth building."""

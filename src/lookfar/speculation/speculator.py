@@ -13,7 +13,7 @@ from lookfar.speculation.controller import SpeculationController
 from lookfar.speculation.cost_curve import CostCurve, size_class
 from lookfar.speculation.cost_file import Experience, KnownCosts
 from lookfar.speculation.drafting import Drafting, Drafts
-from lookfar.speculation.host_cost import NO_HOST_COST, HostCost
+from lookfar.speculation.host_cost import HostCost
 from lookfar.speculation.interface import Batch, SpeculatedRequest, Walk
 from lookfar.speculation.outcomes import StepChoices, StepOutcomes, window_gain
 from lookfar.speculation.row_budget import Prices, StepRows
@@ -42,6 +42,7 @@ class Speculator:
         self._remembered: Mapping[int, Experience] = {}  # of earlier processes
         self._step: StepRecord | None = None  # the one that was planned last
         self._unlearned: list[StepRecord] = []
+        self._known_prices: dict[int, Prices] = {}  # by the number of requests, to a power of two
         self._drafting = Drafting([], [])  # of the last step that speculated
 
     def use_costs(self, known: KnownCosts) -> None:
@@ -67,15 +68,23 @@ class Speculator:
         else:
             rows = plan_last_tokens(requests)
         if step.speculates:
-            host = step.controller.host if step.controller is not None else NO_HOST_COST
-            step.drafts = self._draft(requests, StepRows(rows, limits), host)
+            step.drafts = self._draft(requests, StepRows(rows, limits), self._prices(step))
         wanted = (step.speculates or step.prefills) and any(r.speculation.wants_predictions for r in requests)
         sampled = any(request.sampler.random is not None for request in requests)
         top_k = (SAMPLED_TOP_K if sampled else TOP_K) if wanted else 0
         step.plan = StepPlan(rows, top_k, trees=step.drafts.trees if step.drafts is not None else None)
         return step.plan
 
-    def _draft(self, requests: Seq[SpeculatedRequest], step: StepRows, host: HostCost) -> Drafts | None:
+    def _prices(self, step: StepRecord) -> Prices:
+        """Return what the rows of a step cost."""
+        size = size_class(len(step.batch.requests))
+        known = self._known_prices.get(size)
+        host = step.controller.host if step.controller is not None else HostCost()
+        if known is None or known.costs is not self.costs or (step.controller is not None and known.host is not host):
+            known = self._known_prices[size] = Prices(self.costs, host, size)
+        return known
+
+    def _draft(self, requests: Seq[SpeculatedRequest], step: StepRows, prices: Prices) -> Drafts | None:
         """Draft for the requests of a step that can."""
         # The bonus token is always emitted, so a deeper draft could never be accepted.
         depths = [request.remaining - 1 for request in requests]
@@ -89,7 +98,7 @@ class Speculator:
         if not self._drafting.is_of(requests, places):
             self._drafting = Drafting(requests, places)
         limits = np.array([depths[place] for place in places], np.int32)
-        return self._drafting.draft(limits, step, Prices(self.costs, host))
+        return self._drafting.draft(limits, step, prices)
 
     def _decide(self, batch: Batch) -> StepRecord:
         """Decide whether a step speculates. The controller is asked where all budgets are automatic."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from lookfar.runners.cuda_graph.flat_step import FlatStep
 from lookfar.runners.cuda_graph.fused_linear import FusedLinears
 from lookfar.runners.cuda_graph.graph_sampler import GraphSampler
 
-WORTH_CAPTURING = 8  # uses of a list of logits processors before sampling with it is captured
 MAX_SAMPLERS = 8  # graphs of samplers that are kept for one shape of step
 
 
@@ -50,8 +48,7 @@ class GraphStep(FlatStep):
         self.results = torch.empty(0)  # [rows, 1 + 2k] on the host
         self.captured: set[int] = set()  # numbers of predictions
         self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, Callable[[], None]]] = {}  # by k
-        self._uses: Counter[Hashable] = Counter()  # of samplers, by k and processors
-        self._samplers: dict[Hashable, GraphSampler | None] = {}
+        self._samplers: dict[Hashable, GraphSampler] = {}  # by k and processors
 
     def fill(self, plan: StepPlan) -> bool:
         if not super().fill(plan):
@@ -120,20 +117,14 @@ class GraphStep(FlatStep):
         torch.cuda.current_stream(self.device.device).synchronize()  # the host will fill in another step
         return self.logits.view(torch.int16 if self.logits.element_size() == 2 else torch.int32)
 
-    def sampler_for(self, k: int, sampler: RowSampler, pool: Any) -> tuple[GraphSampler | None, bool]:
-        """Return the graph that samples behind this step, and whether it was captured just now."""
+    def sampler_for(self, k: int, sampler: RowSampler, pool: Any) -> GraphSampler:
+        """Return what samples behind this step."""
         key = k, sampler.fingerprint
-        self._uses[key] += 1
-        if key in self._samplers or self._uses[key] <= WORTH_CAPTURING:
-            return self._samplers.get(key), False
-        if len(self._samplers) == MAX_SAMPLERS:  # drop the oldest, and count the others' uses again
-            del self._samplers[next(iter(self._samplers))]
-            self._uses.clear()
-        try:
+        if key not in self._samplers:
+            if len(self._samplers) == MAX_SAMPLERS:
+                del self._samplers[next(iter(self._samplers))]  # the oldest
             self._samplers[key] = GraphSampler(self.logits, sampler.processors, pool)
-        except Exception:
-            self._samplers[key] = None  # a processor synchronizes with the host
-        return self._samplers[key], True
+        return self._samplers[key]
 
 
 @dataclass

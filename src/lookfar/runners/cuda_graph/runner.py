@@ -194,23 +194,22 @@ class CudaGraphRunner:
             return self.eager.launch(plan, cache)
         step.launch(predictions)
         launch_seconds = perf_counter() - started
-        sampler, new_sampler = self._sampler_for(step, plan, predictions) if step.on_gpu else (None, False)
+        sampler = self._sampler_for(step, plan, predictions) if step.on_gpu else None
         if sampler is not None:
-            sampler.launch(plan)
-        is_warm = is_warm and not new_sampler
+            with _on(self.model.device):
+                is_warm = not sampler.launch(plan) and is_warm
         pending = PendingGraphStep(step, plan, k, sampler, started, launch_seconds, is_warm)
         return StandIn(pending, shape, self._steps.wanted) if shape in self._steps.wanted else pending
 
-    def _sampler_for(self, step: GraphStep, plan: StepPlan, k: int) -> tuple[GraphSampler | None, bool]:
-        """Return the graph that samples the tokens of a step, if there is one, and whether it is new."""
+    def _sampler_for(self, step: GraphStep, plan: StepPlan, k: int) -> GraphSampler | None:
+        """Return what samples the tokens of a step on the device; None if the host has to."""
         samplers = [rows.sampler for rows in plan.requests if rows.complete and rows.sampler is not None]
         if len({sampler.fingerprint for sampler in samplers}) != 1 or samplers[0].fingerprint is None:
-            return None, False
+            return None
         elsewhere = any(sampler.device != self.model.device for sampler in samplers)
         if elsewhere or 4 * step.rows * self.model.vocab_size > SAMPLED_BYTES:
-            return None, False
-        with _on(self.model.device):
-            return step.sampler_for(k, samplers[0], self._pool)
+            return None
+        return step.sampler_for(k, samplers[0], self._pool)
 
     def _step_for(self, shape: StepShape, cache: SlotKVCache, shared: bool) -> tuple[GraphStep | None, int, bool]:
         """Return the step to run, the predictions that it makes, and whether its times mean something.
