@@ -88,15 +88,19 @@ def step_cost(budget: int | None, store: DraftStore, steps: int = 200, requests:
     strategies = auto_strategies() if budget is not None else ()
     for number in range(requests):
         prompt = artificial_text(CONTEXT, seed=2 + 100 * number).tolist()
-        engine.add(Request(prompt, CONTEXT, strategies=strategies, budget=budget))
+        engine.add(Request(prompt, CONTEXT, strategies=strategies, budget=budget), every_step=False)
     times: list[float] = []
+    before = 0.0
     while len(times) < steps + 40:
         prefills = len(engine.scheduler.running) < requests
         prefills = prefills or any(state.num_pending > 1 for state in engine.scheduler.running.values())
-        outputs = engine.step()
+        for output in engine.step():
+            if output.error is not None:
+                raise output.error
+        total = add_up(state.stats for state in engine.scheduler.running.values())
         if not prefills:
-            times.append(sum(output.host_seconds for output in outputs))
-    total = add_up(state.stats for state in engine.scheduler.running.values())
+            times.append(total.host_seconds - before)
+        before = total.host_seconds
     return {
         "requests": requests,
         "budget": budget or 0,

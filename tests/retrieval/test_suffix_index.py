@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 from hypothesis import assume, given, settings, strategies as st
 
@@ -75,6 +78,17 @@ def test_equal_matches_come_latest_first() -> None:
     drafts, matched = index.find(np.array([1, 2], np.int32), limit=2, depth=1)
     assert drafts.tolist() == [[31], [30]]
     assert matched.tolist() == [2, 2]
+
+
+def test_a_copy_has_arrays_of_its_own() -> None:
+    index = SuffixIndex(100, (2, 1))
+    index.extend([1, 2, 3])
+    for other in (copy.deepcopy(index), pickle.loads(pickle.dumps(index))):
+        other.extend([1, 2, 4])
+        assert index.text.tolist() == [1, 2, 3]
+        assert other.find(np.array([1, 2], np.int32), 9, 1)[0].tolist() == [[4], [3]]
+        del other
+    assert index.find(np.array([1, 2], np.int32), 9, 1)[0].tolist() == [[3]]
 
 
 def test_texts_are_kept_apart() -> None:

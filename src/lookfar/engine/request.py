@@ -91,6 +91,7 @@ class RequestState:
         # Verification has to run code of the request for every token: criteria, or processors that see the text.
         self.has_rules = bool(request.criteria) or not (self.sampler.is_argmax or self.samples_by_row)
         self.stop_ids = request.stop_ids
+        self._max_length = request.max_length
         self.exported: KVState | None = None
         context = DraftContext(request.prompt, request.max_length, state.sources, request.remember)
         self.speculation = RequestSpeculation(request.strategies, request.budget, context, state)
@@ -122,7 +123,7 @@ class RequestState:
 
     @property
     def remaining(self) -> int:
-        return self.request.max_length - len(self.ids)
+        return self._max_length - len(self.ids)
 
     @property
     def is_finished(self) -> bool:
@@ -141,14 +142,14 @@ class RequestState:
         if self._started is None:
             self._started = perf_counter()
 
-    def accept(self, tokens: list[int], finish_reason: FinishReason | None) -> None:
+    def accept(self, tokens: list[int], finish_reason: FinishReason | None, now: float) -> None:
         """Append the tokens of a step."""
         self.ids += tokens
         self.sampler.append(tokens)
         self.finish_reason = finish_reason
         self.stats.step_sizes.append(len(tokens))
         assert self._started is not None
-        self.stats.seconds = perf_counter() - self._started
+        self.stats.seconds = now - self._started
 
     def fail(self, error: BaseException) -> None:
         """End the request with an error."""

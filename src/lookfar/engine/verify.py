@@ -59,7 +59,7 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
     sampling = _sample_rows(requests, plan, result)
     all_tokens, all_nodes, ends = _walk_all(plan, result)
     walks: list[Walk | None] = []
-    start = 0
+    start, now = 0, perf_counter()
     for place, (request, end) in enumerate(zip(requests, ends, strict=True)):
         found = None
         if end > start and request.error is None:
@@ -67,12 +67,14 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
                 if request.has_rules:
                     found = _walk_with_rules(place, request, plan.requests[place], result)
                 else:
-                    found = Walk(all_nodes[start : end - 1], all_tokens[start:end])
-                    _end_at_limit(request, found)
+                    tokens = all_tokens[start:end]
+                    found = Walk(all_nodes[start : end - 1], tokens)
+                    if len(tokens) >= request.remaining or not request.stop_ids.isdisjoint(tokens):
+                        _end_at_limit(request, found)
                 if request.samples_by_row:
                     check_sampled(np.array(found.tokens))
                     found.sampling_seconds = sampling.get(place, 0.0)
-                request.accept(found.tokens, found.finish_reason)
+                request.accept(found.tokens, found.finish_reason, now)
             except BaseException as error:
                 request.fail(error)
                 found = None
@@ -123,7 +125,7 @@ def _end_at_limit(request: RequestState, found: Walk) -> None:
         end = next(i for i, token in enumerate(tokens) if token in stop_ids)
         del tokens[end + 1 :], found.nodes[end:]
         found.finish_reason = "stop"
-    elif len(tokens) >= request.remaining:
+    else:
         found.finish_reason = "length"
 
 

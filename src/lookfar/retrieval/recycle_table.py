@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,8 +64,17 @@ class RunnerUps:
     def __init__(self) -> None:
         self.tokens: Int32s = np.full(SAMPLED_TOP_K - 1, -1, np.int32)  # -1 for none
         self.logits: Floats = np.zeros(SAMPLED_TOP_K - 1, np.float32)
+        self._locate()
+
+    def _locate(self) -> None:
+        """Tell compiled code where the arrays are."""
         self._arrays: Ints = np.array([address_of(self.tokens), address_of(self.logits)])
         self.address = address_of(self._arrays)
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        """Follow the arrays of a copy, which are elsewhere."""
+        vars(self).update(attributes)
+        self._locate()
 
     def set(self, top_ids: Int32s, top_logits: Floats, emitted: int) -> None:
         """Take the most likely tokens except the one that was emitted; the first one if that is not known (-1)."""

@@ -9,7 +9,7 @@ takes a few writes.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,6 @@ class SuffixIndex:
         self.capacity = capacity
         self.lengths = np.array(lengths, dtype=np.int32)
         self.state: Ints = np.zeros(6, np.int64)  # for compiled code
-        self.address = address_of(self.state)
         self._allocate(min(capacity, 1 << 12), np.zeros(0, np.int32))
 
     def _allocate(self, room: int, tokens: Int32s) -> None:
@@ -56,9 +55,19 @@ class SuffixIndex:
         self._heads: Int32s = np.full((len(self.lengths), buckets), -1, dtype=np.int32)  # the latest place of each hash
         self._links: Int32s = np.full((len(self.lengths), room), -1, dtype=np.int32)  # the previous one; -1: none
         self.room = room
-        arrays = self._tokens, self._heads, self._links
-        self.state[:] = [*map(address_of, arrays), room, buckets, 0]
+        self._locate(buckets, 0)
         add_tokens(self.address, self.lengths, tokens)
+
+    def _locate(self, buckets: int, size: int) -> None:
+        """Tell compiled code where the arrays are."""
+        arrays = self._tokens, self._heads, self._links
+        self.state[:] = [*map(address_of, arrays), self.room, buckets, size]
+        self.address = address_of(self.state)
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        """Follow the arrays of a copy, which are elsewhere."""
+        vars(self).update(attributes)
+        self._locate(int(self.state[BUCKETS]), self.size)
 
     @property
     def size(self) -> int:

@@ -67,7 +67,7 @@ class Speculator:
             rows = [plan_pending(request, chunk) for request, chunk in zip(requests, batch.chunks, strict=True)]
         else:
             rows = plan_last_tokens(requests)
-        if step.speculates:
+        if step.speculates and any(request.speculation.drafters for request in requests):
             step.drafts = self._draft(requests, StepRows(rows, limits), self._prices(step))
         wanted = (step.speculates or step.prefills) and any(r.speculation.wants_predictions for r in requests)
         sampled = any(request.sampler.random is not None for request in requests)
