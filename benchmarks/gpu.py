@@ -326,6 +326,48 @@ def batches() -> None:
         )
 
 
+def cells() -> None:
+    """`auto` over none for 1, 8, 32 and 64 requests at once: greedy, sampled, and texts that nothing predicts."""
+    lm = demo(compile=True, max_batch=64)
+    lm.warmup(requests=64, sampling=True)
+    real = prompts(lm, 20, ("mt_bench", "humaneval", "gsm8k"))
+    rng = np.random.default_rng(0)
+    noise = rng.integers(1000, lm.tokenizer.vocab_size - 1000, (64, 40)).tolist()
+    for name, texts, new, sampling in (
+        ("greedy", real, 256, {}),
+        ("temperature 0.7", real, 256, {"do_sample": True, "temperature": 0.7, "seed": 1}),
+        ("temperature 1", real, 128, {"do_sample": True, "temperature": 1.0, "seed": 1}),
+        ("random prompts, temperature 2", noise, 128, {"do_sample": True, "temperature": 2.0, "seed": 1}),
+    ):
+        for size in (1, 8, 32, 64):
+            some = texts[:: max(len(texts) // max(size, 10), 1)][: max(size, 10)]
+            seconds: dict[str, list[float]] = {"none": [], "auto": []}
+            done: dict[str, list[Completion]] = {}
+            for strategy in 2 * list(seconds):
+                lm.forget()
+                began = perf_counter()
+                groups = [some[i : i + size] for i in range(0, len(some) - len(some) % size, size)]
+                done[strategy] = [
+                    one for group in groups for one in lm.generate(group, new, strategy=strategy, **sampling)
+                ]
+                seconds[strategy].append(perf_counter() - began)
+            total = {strategy: add_up(one.stats for one in found) for strategy, found in done.items()}
+            natural = add_up(one.stats for one in done["auto"] if is_natural(one.token_ids))
+            rates = {strategy: total[strategy].tokens / min(times) for strategy, times in seconds.items()}
+            report(
+                requests=size,
+                texts=name,
+                none=rates["none"],
+                auto=rates["auto"],
+                ratio=rates["auto"] / rates["none"],
+                tokens_per_step=total["auto"].tokens_per_step,
+                natural_tokens_per_step=natural.tokens_per_step,
+                rows_per_step=total["auto"].rows_per_step,
+                host_microseconds=1e6 * total["auto"].host_seconds / max(total["auto"].steps, 1),
+                different=sum(a != b for a, b in zip(tokens_of(done["none"]), tokens_of(done["auto"]), strict=True)),
+            )
+
+
 def at_once(lm: lookfar.LM, texts: list[list[int]], size: int, **arguments: Any) -> Tokens:
     """Decode texts as requests of their own, `size` at a time, each with a seed of its own if it is sampled."""
     lm.forget()
@@ -413,6 +455,7 @@ SECTIONS = {
     "speed": speed,
     "sampled": sampled,
     "batches": batches,
+    "cells": cells,
     "exact": exact,
     "exact_cost": exact_cost,
     "alone": alone_and_in_a_batch,
