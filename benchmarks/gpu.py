@@ -347,9 +347,8 @@ def cells() -> None:
                 lm.forget()
                 began = perf_counter()
                 groups = [some[i : i + size] for i in range(0, len(some) - len(some) % size, size)]
-                done[strategy] = [
-                    one for group in groups for one in lm.generate(group, new, strategy=strategy, **sampling)
-                ]
+                runs = [lm.generate(group, max_new_tokens=new, strategy=strategy, **sampling) for group in groups]
+                done[strategy] = [one for run in runs for one in run]
                 seconds[strategy].append(perf_counter() - began)
             total = {strategy: add_up(one.stats for one in found) for strategy, found in done.items()}
             natural = add_up(one.stats for one in done["auto"] if is_natural(one.token_ids))
