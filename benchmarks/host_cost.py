@@ -53,7 +53,7 @@ class ArtificialRunner:
     device's work, and computing them here would sweep the host's caches.
     """
 
-    name, limits = "artificial", RunnerLimits(512, MAX_PATH, padded=False)
+    name, limits = "artificial", RunnerLimits(512, MAX_PATH, padded=False, captured=True)
     support = SimpleNamespace(max_positions=None, trees=True, tree_limit=None)
     model: Any = SimpleNamespace(vocab_size=VOCAB, support=support)
 

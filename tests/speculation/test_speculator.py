@@ -367,8 +367,7 @@ class Watcher:
 
 
 @pytest.mark.parametrize("prefill_chunk", [8, 512])
-def test_predictions_belong_to_their_rows(prefill_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookfar.engine.request.PREDICTED_PROMPT", 128)
+def test_predictions_belong_to_their_rows(prefill_chunk: int) -> None:
     model, prompt = model_of("llama"), PROMPTS[1]
     watcher = Watcher(prompt + expected_of("llama")[1])
 

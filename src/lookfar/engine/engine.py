@@ -11,7 +11,7 @@ from itertools import count
 from lookfar.engine.costs import known_costs, save_refined_costs
 from lookfar.engine.limits import check_request
 from lookfar.engine.outputs import StepOutput
-from lookfar.engine.request import PREDICTED_IF_CAPTURED, Request, RequestState
+from lookfar.engine.request import Request, RequestState
 from lookfar.engine.scheduler import Scheduler
 from lookfar.engine.verify import verify
 from lookfar.errors import ConfigError, ModelError
@@ -94,8 +94,6 @@ class Engine:
         draft_state.fit(self.runner.model.vocab_size)
         state = RequestState(request, next(self._handles), index, draft_state)
         state.every_step = every_step
-        if self.runner.limits.captured:
-            state.predicted_prompt = max(PREDICTED_IF_CAPTURED, request.max_new_tokens)
         if self.needs_costs(request):
             self.find_costs()
         self.scheduler.add(state)

@@ -21,8 +21,7 @@ from lookfar.speculation.row_budget import Budget, max_draft_rows
 
 FinishReason = Literal["stop", "length"]
 ROOM = 4096  # KV positions for the answer that are reserved at once; the KV cache grows with longer answers
-# Prompt rows whose predictions drafters get. Captured steps compute the logits of all rows, others for this only.
-PREDICTED_PROMPT, PREDICTED_IF_CAPTURED = 32, 128
+PREDICTED_PROMPT = 128  # prompt rows whose predictions drafters get, or as many as the request may emit
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ class RequestState:
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.num_delivered = 0  # emitted tokens that left the engine
-        self.predicted_prompt = PREDICTED_PROMPT  # prompt rows whose predictions drafters get
         self.every_step = True  # whether the output of every step is wanted, or only the last one
         self.retried = False  # it was in a step that failed, and runs alone since
         self.swapped: KVState | None = None  # its KV while it waits for its reader
@@ -129,9 +127,8 @@ class RequestState:
     def is_finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
-    @property
-    def predicted_from(self) -> int:
-        return len(self.request.prompt) - self.predicted_prompt
+    def predicted_from(self, sharing: int) -> int:
+        return len(self.request.prompt) - max(PREDICTED_PROMPT, self.request.max_new_tokens) // sharing
 
     @property
     def embeds(self) -> Any:

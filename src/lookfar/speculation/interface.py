@@ -58,9 +58,8 @@ class SpeculatedRequest(Protocol):
     def remaining(self) -> int:
         """Tokens that it may still emit."""
 
-    @property
-    def predicted_from(self) -> int:
-        """The position from which on drafters want the predictions of prompt rows."""
+    def predicted_from(self, sharing: int) -> int:
+        """Return from which position on drafters want the predictions of prompt rows: fewer if requests share them."""
 
     @property
     def embeds(self) -> Any:

@@ -64,7 +64,10 @@ class Speculator:
         requests = batch.requests
         self._step = step = self._decide(batch)
         if step.prefills:
-            rows = [plan_pending(request, chunk) for request, chunk in zip(requests, batch.chunks, strict=True)]
+            # Captured steps compute the logits of all rows. Elsewhere those of prompt rows take time from every request
+            sharing = 1 if limits.captured else len(requests)
+            chunks = zip(requests, batch.chunks, strict=True)
+            rows = [plan_pending(request, chunk, sharing) for request, chunk in chunks]
         else:
             rows = plan_last_tokens(requests)
         if step.speculates and any(request.speculation.drafters for request in requests):
@@ -200,13 +203,16 @@ def plan_last_tokens(requests: Seq[SpeculatedRequest]) -> list[RequestPlan]:
     return plans
 
 
-def plan_pending(request: SpeculatedRequest, chunk: int) -> RequestPlan:
-    """Plan the pending tokens of a request: a chunk of its prompt, or all of them, at the least the last token."""
+def plan_pending(request: SpeculatedRequest, chunk: int, sharing: int) -> RequestPlan:
+    """Plan the pending tokens of a request: a chunk of its prompt, or all of them, at the least the last token.
+
+    `sharing` requests share the rows whose predictions drafters get.
+    """
     start = request.num_cached
     pending = np.array(request.ids[start : start + chunk], dtype=np.int64)
     predict = 0
     if request.speculation.wants_predictions:
-        predict = max(start + len(pending) - max(request.predicted_from, start), 0)
+        predict = max(start + len(pending) - max(request.predicted_from(sharing), start), 0)
     return RequestPlan(
         pending,
         start,
