@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
-from time import perf_counter
 from unittest.mock import Mock
 
 import numpy as np
@@ -21,6 +21,7 @@ from lookfar.core.plan import RunnerLimits
 from lookfar.drafters.base import DraftContext, Drafter, Outcome, Proposal, Strategy
 from lookfar.drafters.registry import BUILTIN, auto_strategies, parse_strategy, strategy_class
 from lookfar.drafters.scripted import Scripted
+from lookfar.drafters.suffix import SuffixDrafter
 from lookfar.engine.outputs import StepOutput
 from lookfar.engine.request import Request, RequestState
 from lookfar.engine.scheduler import StepBatch
@@ -300,9 +301,10 @@ def test_prefills_teach_the_controller_nothing() -> None:
     engine.speculator.controllers[1] = controller
     controller.learn = lambda *arguments: learned.append(arguments)  # type: ignore[method-assign]
     seen = rows_of(engine, [automatic(PROMPTS[4])])
-    engine.speculator._learn_rate(perf_counter())  # from the last step
     assert len(PROMPTS[4]) > 8
-    assert len(learned) == len(seen) - 1  # the first of these also prefilled the end of the prompt
+    assert (
+        len(learned) == len(seen) - 2
+    )  # the first one also prefilled the end of the prompt, and none follows the last
     assert all(tokens >= 1 and seconds > 0 for _, tokens, seconds in learned)
 
 
@@ -404,3 +406,11 @@ def test_predictions_belong_to_their_rows(prefill_chunk: int) -> None:
             assert rows.top_ids[outcome.last, 0] == outcome.emitted[-1]
     learned = sum(len(o.predictions.tokens) - len(o.tree) for _, o in watcher.seen if o.predictions)
     assert learned >= len(prompt)  # prompt rows among them
+
+
+def test_nothing_of_finished_requests_is_kept() -> None:
+    """Drafters of a batch are put together and kept while its requests run, and no longer."""
+    lm = lookfar.LM(model_of("llama"), budget=8)
+    lm.generate(PROMPTS[:3], max_new_tokens=NEW)
+    lm.driver.call(gc.collect)
+    assert not [found for found in gc.get_objects() if type(found) is SuffixDrafter]

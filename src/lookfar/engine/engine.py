@@ -152,7 +152,7 @@ class Engine:
 
     def settle(self) -> None:
         """Finish learning from the last steps, and keep a refined cost curve: called when there is time."""
-        self.speculator.learn()
+        self.speculator.settle()
         if self.speculator.costs is not None:
             save_refined_costs(self.runner, self.speculator.costs, self.speculator.experience)
 

@@ -121,18 +121,18 @@ class Proposals:
     def add(self, member: int, source: int, proposal: Proposal) -> None:
         """Add the proposal of one drafter."""
         if len(proposal.runner_ups):
-            (tokens,), (logits,) = no_runner_ups(1)
-            count = min(len(proposal.runner_ups), len(tokens))
-            tokens[:count], logits[:count] = proposal.runner_ups[:count], proposal.runner_up_logits[:count]
+            tokens, logits = no_runner_ups(1)
+            count = min(len(proposal.runner_ups), tokens.shape[1])
+            tokens[0, :count], logits[0, :count] = proposal.runner_ups[:count], proposal.runner_up_logits[:count]
             self.set_runner_ups([member], tokens, logits)
         if count := len(proposal.drafts):
             own, of_member = np.full(count, source, np.int32), np.full(count, member, np.int32)
             self.parts.append(DraftArrays(proposal.drafts, proposal.scores, proposal.weights, own, of_member))
 
     def set_runner_ups(self, members: Seq[int], tokens: Int32s, logits: Floats) -> None:
-        """Set the alternatives to the last tokens of some members."""
-        if len(members) == len(self.members) > 1 or (self.runner_ups is None and len(self.members) == 1):
-            self.runner_ups = tokens.reshape(len(members), -1), logits.reshape(len(members), -1)
+        """Set the alternatives to the last tokens of some members, [members, k]."""
+        if len(members) == len(self.members):
+            self.runner_ups = tokens, logits
             return
         if self.runner_ups is None:
             self.runner_ups = no_runner_ups(len(self.members))

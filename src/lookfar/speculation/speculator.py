@@ -150,6 +150,11 @@ class Speculator:
         for step in unlearned:
             self._learn_from(step)
 
+    def settle(self) -> None:
+        """Finish learning, and keep nothing of the requests of the last step: called when there is time."""
+        self.learn()
+        self._step, self._drafting = None, Drafting([], [])
+
     def _learn_from(self, step: StepRecord) -> None:
         """Count the draft tokens of a step, teach the acceptance models, and refine the cost curve."""
         assert step.plan is not None
