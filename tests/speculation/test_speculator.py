@@ -304,7 +304,7 @@ def test_prefills_teach_the_controller_nothing() -> None:
     assert len(PROMPTS[4]) > 8
     assert (
         len(learned) == len(seen) - 2
-    )  # the first one also prefilled the end of the prompt, and none follows the last
+    )  # the first one also prefilled, and none follows the last
     assert all(tokens >= 1 and seconds > 0 for _, tokens, seconds in learned)
 
 

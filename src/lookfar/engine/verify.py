@@ -74,7 +74,7 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
                 if request.samples_by_row:
                     check_sampled(np.array(found.tokens))
                     found.sampling_seconds = sampling.get(place, 0.0)
-                request.accept(found.tokens, found.finish_reason, now)
+                request.accept(found.tokens, found.finish_reason, perf_counter() if request.has_rules else now)
             except BaseException as error:
                 request.fail(error)
                 found = None
