@@ -30,6 +30,13 @@ def test_a_share_is_for_rows_where_steps_do_not_tell() -> None:
     assert cost.fixed > 0.0
 
 
+def test_one_request_alone_pays_the_same_for_any_number_of_rows() -> None:
+    cost = HostCost(alone=True)
+    for step in range(100):
+        cost.learn(10 + 40 * (step % 2), 50e-6 + 20e-6 * (step % 2))
+    assert cost.table(60)[1] == cost.table(60)[60] == pytest.approx(60e-6, rel=0.05)
+
+
 def test_a_faster_host_is_followed() -> None:
     cost = HostCost(fixed=5e-3)
     for _ in range(10):

@@ -302,9 +302,7 @@ def test_prefills_teach_the_controller_nothing() -> None:
     controller.learn = lambda *arguments: learned.append(arguments)  # type: ignore[method-assign]
     seen = rows_of(engine, [automatic(PROMPTS[4])])
     assert len(PROMPTS[4]) > 8
-    assert (
-        len(learned) == len(seen) - 2
-    )  # the first one also prefilled, and none follows the last
+    assert len(learned) == len(seen) - 2  # the first one also prefilled, and none follows the last
     assert all(tokens >= 1 and seconds > 0 for _, tokens, seconds in learned)
 
 

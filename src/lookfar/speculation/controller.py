@@ -55,7 +55,8 @@ class SpeculationController:
 
     def __init__(self, requests: int = 1, earlier: Experience | None = None) -> None:
         self.speculating = earlier is None or earlier.speculating  # the faster mode, as far as is known
-        self.host = HostCost(earlier.fixed, earlier.per_row) if earlier is not None else HostCost()
+        known = (earlier.fixed, earlier.per_row) if earlier is not None else (0.0, 0.0)
+        self.host = HostCost(*known, alone=requests == 1)
         self._steps = {True: max(MIN_STEPS, SPECULATIVE_STEPS // requests), False: BASE_STEPS}
         self._early = min(max(MIN_STEPS, EARLY_STEPS // requests), MAX_EARLY)
         self._rates = {mode: Rate(steps) for mode, steps in self._steps.items()}

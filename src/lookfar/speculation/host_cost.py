@@ -12,10 +12,14 @@ ROWS_SHARE = 0.4  # of the time is for rows at the least: half of it is, whereve
 
 
 class HostCost:
-    """Drafting, planning, verifying and learning, in seconds: `fixed + per_row * rows`."""
+    """Drafting, planning, verifying and learning, in seconds: `fixed + per_row * rows`.
 
-    def __init__(self, fixed: float = 0.0, per_row: float = 0.0) -> None:
+    Where one request is alone, calls are most of the cost and rows are few: it counts as the same for any number.
+    """
+
+    def __init__(self, fixed: float = 0.0, per_row: float = 0.0, alone: bool = False) -> None:
         self.fixed, self.per_row = fixed, per_row
+        self._alone = alone
         self._steps = 0
         self._rows = self._seconds = self._squares = self._products = 0.0  # means
 
@@ -27,6 +31,9 @@ class HostCost:
         self._seconds += rate * (seconds - self._seconds)
         self._squares += rate * (rows * rows - self._squares)
         self._products += rate * (rows * seconds - self._products)
+        if self._alone:
+            self.fixed = self._seconds
+            return
         spread, average = self._squares - self._rows**2, self._seconds / self._rows
         slope = (self._products - self._rows * self._seconds) / spread if spread > MIN_SPREAD**2 else 0.0
         self.per_row = min(max(slope, ROWS_SHARE * average), average)
