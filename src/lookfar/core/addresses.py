@@ -1,7 +1,7 @@
 """Arrays by address, so that one compiled call can work on the arrays of any number of requests.
 
 Numba takes a fixed number of arrays. A request keeps its state in arrays of its own, and a call for a batch gets their
-addresses. Whoever passes an address keeps the array alive until the call returns.
+addresses. The caller keeps the arrays alive until the call returns.
 """
 
 from __future__ import annotations

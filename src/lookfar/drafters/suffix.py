@@ -90,7 +90,12 @@ class SuffixDrafter(BatchDrafter):
         return SuffixBatch(drafters)
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
-        if outcome.finished and self.first is not None:
+        if outcome.finished:
+            self.remember(ids)
+
+    def remember(self, ids: Seq[int]) -> None:
+        """Add a finished text to the store, if it may be kept."""
+        if self.first is not None:
             self.store.add(ids[self.first :])
 
 
@@ -119,8 +124,8 @@ class SuffixBatch(DrafterBatch):
 
     def observe(self, outcome: BatchOutcome) -> None:
         for drafter, ids, finished in zip(self.drafters, outcome.texts, outcome.finished, strict=True):
-            if finished and drafter.first is not None:
-                drafter.store.add(ids[drafter.first :])
+            if finished:
+                drafter.remember(ids)
 
 
 def as_proposal(found: Matches) -> BatchProposal:

@@ -160,9 +160,8 @@ class BoundModel:
         else:
             arguments["inputs_embeds"] = rows.embeds[None]
         with torch.no_grad():
-            logits: torch.Tensor = forward(past_key_values=cache, use_cache=True, return_dict=True, **arguments).logits[
-                0
-            ]
+            found = forward(past_key_values=cache, use_cache=True, return_dict=True, **arguments)
+        logits: torch.Tensor = found.logits[0]
         return logits if rows.logit_rows is None or "logits_to_keep" in arguments else logits[rows.logit_rows]
 
     def refuse(self, reason: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class DraftingBatch:
             self._together[kind] = batch, chosen, np.array([source for _, source in found], np.int32)
 
     def drafters_of(self, kind: type[BatchDrafter], requests: Seq[SpeculatedRequest], places: Seq[int]) -> DrafterBatch:
-        """Return the drafters of one class of some requests of a step, as they were put together or anew."""
+        """Return the drafters of one class of some requests of a step, put together before or now."""
         if kind in self._together and self.requests == requests:
             batch, chosen, _ = self._together[kind]
             if [self.places[i] for i in chosen] == places:
@@ -138,8 +138,9 @@ class Proposals:
             self.runner_ups = no_runner_ups(len(self.members))
         self.runner_ups[0][members], self.runner_ups[1][members] = tokens, logits
 
+    @cached_property
     def drafts(self) -> DraftArrays:
-        """Return the drafts of all members."""
+        """The drafts of all members, once everything is added."""
         if len(self.parts) < 2:
             return self.parts[0] if self.parts else NO_DRAFTS
         tokens, *others = zip(*self.parts, strict=True)
@@ -147,7 +148,7 @@ class Proposals:
 
     def of(self, chosen: Seq[int], max_depth: int | None) -> BuildInputs:
         """Return the arrays for some of the members, which share a table and an acceptance model."""
-        members, drafts, limits = self.members, self.drafts(), self.limits
+        members, drafts, limits = self.members, self.drafts, self.limits
         runner_ups, logits = self.runner_ups or no_runner_ups(len(members))
         if len(chosen) < len(members):
             new_place = np.full(len(members), -1, np.int32)

@@ -81,9 +81,10 @@ class Speculator:
     def _prices(self, step: StepRecord) -> Prices:
         """Return what the rows of a step cost."""
         size = size_class(len(step.batch.requests))
-        known = self._known_prices.get(size)
-        host = step.controller.host if step.controller is not None else HostCost()
-        if known is None or known.costs is not self.costs or (step.controller is not None and known.host is not host):
+        if step.controller is None:
+            return Prices(self.costs, HostCost(), size)
+        known, host = self._known_prices.get(size), step.controller.host
+        if known is None or known.costs is not self.costs or known.host is not host:
             known = self._known_prices[size] = Prices(self.costs, host, size)
         return known
 
