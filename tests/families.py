@@ -224,7 +224,11 @@ def random_model(
 ) -> PreTrainedModel:
     """A random model of a config, the same one every time. It never emits a stop token by itself."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return randomise(AutoModelForCausalLM.from_config(config, attn_implementation=attention), dtype)
+
+
+def randomise(model: PreTrainedModel, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """Give a new model random weights that make it depend on its whole text."""
     model = model.to(DEVICE, dtype).eval()
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the faster ones know no float64

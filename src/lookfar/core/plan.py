@@ -80,6 +80,8 @@ class RequestPlan:
     windows: tuple[WindowRows, ...] = ()  # one entry for each drafter, perhaps empty; or none at all
     embeds: Any = None  # [prompt tokens, hidden] embeddings to feed instead of the prompt's token ids
     sampler: RowSampler | None = None  # for requests that sample
+    position_offset: int = 0  # added to positions for the model, whose images may take fewer or more than their tokens
+    source: Any = None  # what the decoder reads of its source, for encoder-decoder models
 
     def __len__(self) -> int:
         rows: int = len(self.pending) + self.tree.columns.shape[1]
@@ -213,6 +215,12 @@ class StepPlan:
             positions[i, : len(rows)] = rows.positions
             positions[i, len(rows) :] = rows.num_cached + rows.last_row
         return positions
+
+    @cached_property
+    def model_positions(self) -> Ints:
+        """[batch, rows]: positions as the model counts them."""
+        offsets = [rows.position_offset for rows in self.requests]
+        return self.positions + np.array(offsets)[:, None] if any(offsets) else self.positions
 
     @cached_property
     def logit_rows(self) -> Ints:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from lookfar.engine.costs import known_costs, save_refined_costs
+from lookfar.engine.first_pass import FirstPassStep
 from lookfar.engine.limits import check_request
 from lookfar.engine.outputs import StepOutput
 from lookfar.engine.request import Request, RequestState
@@ -71,9 +72,13 @@ class Engine:
         if not batch.requests:
             return self.scheduler.take_ended()
         try:
+            runner = FirstPassStep(batch.requests) if batch.is_first_pass else self.runner
+        except Exception as error:
+            return self.scheduler.fail(batch, error)
+        try:
             plan = self.speculator.plan(batch, self.runner.limits)
             plan.shared = self.scheduler.is_shared
-            pending = self.runner.launch(plan, self.cache)
+            pending = runner.launch(plan, self.cache)
             self.speculator.learn()  # from the last step, while the device works
             result = pending.result()
             walks = verify(batch.requests, plan, result)

@@ -23,6 +23,7 @@ class StepBatch:
     requests: list[RequestState]
     chunks: list[int]
     started: float
+    is_first_pass: bool = False  # transformers runs the prompts of the requests
     seconds: float = 0.0
     host_seconds: float = 0.0
 
@@ -101,8 +102,16 @@ class Scheduler:
         started = perf_counter()
         self._admit()
         self._grow_cache()
+        if first := self._first_pass():
+            chunks = [len(state.request.prompt) - state.source_length for state in first]
+            return StepBatch(first, chunks, started, is_first_pass=True)
         requests, chunks = self._next_group(limits) if self.running else ([], [])
         return StepBatch(requests, chunks, started)
+
+    def _first_pass(self) -> list[RequestState]:
+        """Return requests whose prompts transformers has to run, in one pass."""
+        waiting = [state for handle in self.cache.order if (state := self.running[handle]).needs_first_pass]
+        return [state for state in waiting if _call_of(state) is _call_of(waiting[0])]
 
     def _admit(self) -> None:
         if not (self.waiting or self.retrying):
@@ -141,7 +150,7 @@ class Scheduler:
     def _grow_cache(self) -> None:
         """Make room for answers that have outgrown the KV cache; one that cannot grow ends with the error."""
         capacity, running = self.cache.capacity, self.running.values()
-        for state in [state for state in running if len(state.ids) + state.speculation.max_rows > capacity]:
+        for state in [state for state in running if state.num_positions > capacity]:
             try:
                 self.cache.reserve(len(self.running), state.reserved_positions, most=self.max_batch, keep=True)
             except Exception as error:
@@ -160,7 +169,8 @@ class Scheduler:
                 self.running[state.kv] = state
                 state.num_cached = self.cache.import_kv(state.kv, kv)
             else:
-                state.kv, state.num_cached = self.cache.allocate(request.prompt if request.kv.reuse else ())
+                reuse = request.kv.reuse and request.kv.first is None  # the tokens of an image do not say which
+                state.kv, state.num_cached = self.cache.allocate(request.prompt if reuse else ())
                 self.running[state.kv] = state
         except BaseException as error:
             state.fail(error)
@@ -179,7 +189,7 @@ class Scheduler:
         rows that decoding leaves, in order. Otherwise only requests that prefill, as many as fit one padded block.
         """
         order = [self.running[handle] for handle in self.cache.order]
-        start = next((i for i, state in enumerate(order) if len(state.ids) - state.num_cached > 1), None)
+        start = next((i for i, state in enumerate(order) if state.num_pending > 1), None)
         if start is None:
             return order, [1] * len(order)
         flat = not limits.padded and all(state.embeds is None for state in order)
@@ -213,7 +223,8 @@ class Scheduler:
         for state in reversed([state for state in batch.requests if state.is_finished]):
             if state.request.kv.export and state.error is None:
                 # The caller's own cache still holds what came from it; the last token was never fed.
-                state.exported = self.cache.export_kv(state.kv, state.stats.reused_tokens, len(state.ids) - 1)
+                end = len(state.ids) - state.source_length - 1
+                state.exported = self.cache.export_kv(state.kv, state.stats.reused_tokens, end)
             self._release(state)
         sampling = sum(walk.sampling_seconds for walk in walks if walk is not None)
         batch.seconds = perf_counter() - batch.started
@@ -244,6 +255,13 @@ class Scheduler:
             elif state.error is not None:
                 outputs.append(_last_output(state))
         return outputs + self.take_ended()
+
+    def fail(self, batch: StepBatch, error: BaseException) -> list[StepOutput]:
+        """End the requests of a step that failed before it wrote to the KV cache."""
+        for state in reversed(batch.requests):
+            state.fail(error if len(batch) == 1 else _own(error))
+            self._release(state)
+        return [_last_output(state) for state in batch.requests] + self.take_ended()
 
     def recover(self, batch: StepBatch, error: BaseException, retry: bool) -> list[StepOutput]:
         """Restart after a failed step, which leaves the KV cache inconsistent.
@@ -297,7 +315,8 @@ class Scheduler:
 
     def _release(self, state: RequestState) -> None:
         """Free the KV of a request; later requests may start from it if its tokens are known."""
-        known = state.request.kv.embeds is None and state.request.kv.past is None and state.error is None
+        kv = state.request.kv
+        known = kv.embeds is None and kv.past is None and kv.first is None and state.error is None
         self.cache.free(state.kv, state.ids[: state.num_cached] if known else ())
         del self.running[state.kv]
         state.kv = -1
@@ -317,6 +336,11 @@ def _last_output(state: RequestState) -> StepOutput:
     return StepOutput(
         state.handle, state.index, state.stats.steps, tokens, finish_reason=reason, result=result, error=state.error
     )
+
+
+def _call_of(state: RequestState) -> object:
+    assert state.request.kv.first is not None
+    return state.request.kv.first.call
 
 
 def _own(error: BaseException) -> BaseException:

@@ -82,6 +82,10 @@ class KVCache(ABC):
         """Return a copy of some positions of a request."""
 
     @abstractmethod
+    def write_kv(self, handle: KVHandle, state: KVState) -> int:
+        """Write rows behind the committed positions of a request, as a step does; return their number."""
+
+    @abstractmethod
     def import_kv(self, handle: KVHandle, state: KVState) -> int:
         """Fill the first positions of a request; return the number of cached tokens."""
 

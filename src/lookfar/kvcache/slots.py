@@ -200,16 +200,21 @@ class SlotKVCache(KVCache):
             for layer in self.buffers.layers
         ]
 
-    def import_kv(self, handle: KVHandle, state: KVState) -> int:
+    def write_kv(self, handle: KVHandle, state: KVState) -> int:
         self.apply_moves()
-        slot, length = self._slot_of[handle], 0
+        slot, rows = self._slot_of[handle], 0
+        start = self._lengths[slot]
         for index, kv in enumerate(state):
             if kv is None:
                 continue
             keys, values = kv
-            layer, length = self.buffers.layer(index), keys.shape[-2]
+            layer, rows = self.buffers.layer(index), keys.shape[-2]
             if not layer.is_initialized:
                 layer.lazy_initialization(keys, values)
-            layer.keys[slot, :, :length], layer.values[slot, :, :length] = keys[0], values[0]
-        self._lengths[slot] = length
-        return length
+            at = slice(start, start + rows)
+            layer.keys[slot, :, at], layer.values[slot, :, at] = keys[0], values[0]
+        return rows
+
+    def import_kv(self, handle: KVHandle, state: KVState) -> int:
+        self._lengths[self._slot_of[handle]] = 0
+        return self.commit(handle, self.write_kv(handle, state))

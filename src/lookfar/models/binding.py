@@ -128,9 +128,9 @@ class BoundModel:
     def _positions_and_mask(self, plan: StepPlan, kv_length: int, during: ExitStack) -> dict[str, Any]:
         """Return positions and masks. A causal step gets no mask: the model masks it as in its own `generate`."""
         if plan.is_causal:
-            return {"position_ids": torch.from_numpy(plan.positions).to(self.device)}
+            return {"position_ids": torch.from_numpy(plan.model_positions).to(self.device)}
         masks = StepMasks(plan, kv_length, self.device)
-        positions = masks.query_positions
+        positions = torch.from_numpy(plan.model_positions).to(self.device)
         if self.support.max_positions is not None:
             # Only window rows can point past the last position, and what they compute there is never used.
             positions = positions.clamp(max=self.support.max_positions - 1)

@@ -21,6 +21,7 @@ FALLBACK_FAMILIES = {
     "doge": "its attention selects keys by a rule of its own",
     "blt": "its patches depend on the tokens around them",
 }
+BIDIRECTIONAL_PROMPTS = {"paligemma"}
 MASK_FUNCTION = {"window": "create_sliding_window_causal_mask", "chunk": "create_chunked_causal_mask"}
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -36,6 +37,8 @@ class Support:
     alibi: bool = False
     one_by_one: bool = False  # a forward pass takes one request only
     max_positions: int | None = None  # None: no limit
+    takes_media: bool = False  # prompts may hold images, audio or video
+    first_pass: bool = False  # transformers has to run every prompt, because its tokens see later ones
     tree_limit: int | None = None  # trees are exact up to this length; longer requests use the fallback
 
     @property
@@ -57,6 +60,8 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
         "alibi": uses_alibi(text),
         "one_by_one": text.model_type == "mpt",
         "max_positions": _max_positions(text),
+        "takes_media": takes_media(model_class),
+        "first_pass": config.model_type in BIDIRECTIONAL_PROMPTS,
         "tree_limit": _tree_limit(text),
     }
     return Support(config.model_type, reason=_why_not(config, text, model_class, kinds), **facts)
@@ -105,6 +110,11 @@ def _why_not(config: PreTrainedConfig, text: PreTrainedConfig, model_class: type
     if "position_ids" not in parameters and not uses_alibi(text):
         return "its forward method takes no positions"
     return ""
+
+
+def takes_media(model_class: type) -> bool:
+    """Whether the prompts of a class of models may hold images, audio or video."""
+    return getattr(model_class, "input_modalities", "text") not in ("text", ("text",), ["text"])
 
 
 def _mixes_rows(config: PreTrainedConfig) -> bool:

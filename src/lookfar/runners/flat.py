@@ -95,7 +95,7 @@ def flat_logits(model: BoundModel, plan: StepPlan, cache: SlotKVCache) -> torch.
 
 def _flat_rows(model: BoundModel, plan: StepPlan, masks: torch.Tensor) -> FlatRows:
     tokens = torch.from_numpy(np.concatenate([rows.tokens for rows in plan.requests]))
-    positions = torch.from_numpy(np.concatenate([rows.positions for rows in plan.requests]))
+    positions = torch.from_numpy(np.concatenate([rows.positions + rows.position_offset for rows in plan.requests]))
     if model.support.max_positions is not None:
         # Only window rows can point past the last position, and what they compute there is never used.
         positions = positions.clamp(max=model.support.max_positions - 1)

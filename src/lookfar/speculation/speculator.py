@@ -107,6 +107,8 @@ class Speculator:
     def _decide(self, batch: Batch) -> StepRecord:
         """Decide whether a step speculates. The controller is asked where all budgets are automatic."""
         requests = batch.requests
+        if batch.is_first_pass:
+            return StepRecord(batch, False, True, None)
         prefills = any(request.num_pending > 1 for request in requests)
         if self.costs is None or not all(request.speculation.budget == "auto" for request in requests):
             return StepRecord(batch, True, prefills, None)
@@ -204,6 +206,8 @@ def plan_last_tokens(requests: Seq[SpeculatedRequest]) -> list[RequestPlan]:
                 predict=predict,
                 embeds=request.embeds,
                 sampler=sampled,
+                position_offset=request.position_offset,
+                source=request.source,
             )
         )
     return plans
@@ -214,17 +218,19 @@ def plan_pending(request: SpeculatedRequest, chunk: int, sharing: int) -> Reques
 
     `sharing` requests share the rows whose predictions drafters get.
     """
-    start = request.num_cached
+    start = request.first_pending
     pending = np.array(request.ids[start : start + chunk], dtype=np.int64)
     predict = 0
     if request.speculation.wants_predictions:
         predict = max(start + len(pending) - max(request.predicted_from(sharing), start), 0)
     return RequestPlan(
         pending,
-        start,
+        request.num_cached,
         request.kv,
         complete=len(pending) == request.num_pending,
         predict=predict,
         embeds=request.embeds,
         sampler=request.sampler if request.sampler.random is not None else None,
+        position_offset=request.position_offset,
+        source=request.source,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from transformers.generation import EosTokenCriteria, GenerationConfig, MaxLengt
 
 from lookfar.drafters.base import Strategy
 from lookfar.drafters.grammar import forced_text
-from lookfar.engine.request import KVOptions, Request
+from lookfar.engine.request import FirstPass, KVOptions, Request
 from lookfar.errors import CapacityError, ConfigError
 from lookfar.lm import LM
+from lookfar.models.first_forward import FirstForward
+from lookfar.models.support import takes_media
 from lookfar.sampling.noise import RandomStream, SamplingNoise
 from lookfar.sampling.params import are_row_wise, split_criteria
 from lookfar.sampling.processors import processors_for_row, runs_second_forward
@@ -21,8 +24,10 @@ from lookfar.sampling.sampler import SamplingParams
 from lookfar.speculation.row_budget import Budget
 
 SUPPORTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep"}
-SUPPORTED_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # not for the model: criteria were made with them
-UNKNOWN_TOKEN = 0  # stands for tokens that were given as KV or as embeddings
+TOKENIZERS = {"tokenizer", "assistant_tokenizer"}  # not for the model: criteria were made with them
+SUPPORTED_INPUTS |= TOKENIZERS
+TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}  # of multimodal models: 0 is text
+UNKNOWN_TOKEN = 0  # stands for tokens that were given as KV, as embeddings, or as placeholders of an image
 
 
 class UnsupportedCall(Exception):  # noqa: N818
@@ -61,15 +66,24 @@ class GenerateCall:
         pad = self.config._pad_token_tensor
         return int(pad) if pad is not None else 0
 
+    @cached_property
+    def media(self) -> list[str]:
+        """The inputs that only a first forward pass can take: images, audio, video, and what describes them."""
+        ignored = SUPPORTED_INPUTS
+        if takes_media(type(self.model)):
+            ignored = ignored | {name for name in TOKEN_TYPES if not torch.as_tensor(self.inputs.get(name, 0)).any()}
+        return [name for name, value in self.inputs.items() if name not in ignored and value not in (None, {})]
+
     def requests(self, lm: LM, strategies: tuple[Strategy, ...], budget: Budget) -> list[Request]:
         """Return one request for each row."""
         stop_ids, criteria = split_criteria(self.criteria)
         limits = [c.max_length for c in self.criteria if type(c) is MaxLengthCriteria]
         max_new_tokens = min(limits, default=0) - self.input_ids.shape[1]
         noise = SamplingNoise(self.batch, self.input_ids.device) if self.config.do_sample else None
+        prompts = [self._prompt(row) for row in range(self.batch)]
+        first = self._first_forward([kept for _, kept in prompts]) if self.needs_first_pass(lm) else None
         requests = []
-        for row in range(self.batch):
-            prompt, kept = self._prompt(row)
+        for row, (prompt, kept) in enumerate(prompts):
             sampling = self._sampling(row, noise)
             request = Request(
                 prompt,
@@ -80,7 +94,7 @@ class GenerateCall:
                 lm.remember and self.inputs.get("inputs_embeds") is None and len(prompt) == int(kept.sum()),
                 criteria or None,
                 sampling,
-                self._kv_options(row, kept),
+                self._kv_options(row, kept, first),
                 lm.draft_state,
             )
             requests.append(self._checked(lm, request))
@@ -102,11 +116,20 @@ class GenerateCall:
             keep_logits=bool(returns and self.config.output_logits),
         )
 
-    def _kv_options(self, row: int, kept: torch.Tensor) -> KVOptions:
+    def needs_first_pass(self, lm: LM) -> bool:
+        """Whether transformers has to run the prompts."""
+        return bool(self.media) or lm.engine.runner.model.support.first_pass
+
+    def _first_forward(self, kept: list[torch.Tensor]) -> FirstForward:
+        inputs = {name: value for name, value in self.inputs.items() if name not in TOKENIZERS}
+        return FirstForward(self.model, self.input_ids, inputs, [int((~row).sum()) for row in kept])
+
+    def _kv_options(self, row: int, kept: torch.Tensor, first: FirstForward | None) -> KVOptions:
         embeds = self.inputs.get("inputs_embeds")
         return KVOptions(
             embeds=embeds[row, kept] if embeds is not None else None,
             past=self.past if self.past_length else None,
+            first=FirstPass(first, row) if first is not None else None,
             export=self.batch == 1 and self.returns_cache and bool(kept.all()),
         )
 
@@ -124,11 +147,12 @@ class GenerateCall:
         """Refuse calls that the engine cannot decode exactly."""
         config, support = self.config, lm.engine.runner.model.support
         _require(support.trees, support.reason or "")
-        unknown = [k for k, v in self.inputs.items() if v is not None and k not in SUPPORTED_INPUTS]
         _require(config.use_cache is not False, "use_cache is off")
         _require(not (config.return_dict_in_generate and config.output_attentions), "attentions are asked for")
         _require(not (config.return_dict_in_generate and config.output_hidden_states), "hidden states are asked for")
-        _require(not unknown, f"{', '.join(unknown)} cannot be fed together with draft tokens")
+        _require(not self.media or support.takes_media, f"{', '.join(self.media)} cannot be fed together with draft tokens")
+        if self.needs_first_pass(lm):
+            self._check_first_pass()
         _require(
             not runs_second_forward(self.processors), "classifier-free guidance runs the model twice for each token"
         )
@@ -136,6 +160,14 @@ class GenerateCall:
         self._check_cache()
         reason = lm.why_call_falls_back()
         _require(not reason, reason)
+
+    def _check_first_pass(self) -> None:
+        _require(not self.past_length, "a prompt with images or audio continues from past_key_values")
+        _require(self.inputs.get("inputs_embeds") is None, "images or audio come together with inputs_embeds")
+        positions = self.inputs.get("position_ids")
+        if positions is not None and positions.ndim == 3:
+            kinds = positions[-3:, :, -1]  # time, height and width; in front of them perhaps those of the text
+            _require(bool((kinds == kinds[-1]).all()), "the prompt ends with an image")
 
     def _check_batch(self) -> None:
         _require(
@@ -182,8 +214,11 @@ class GenerateCall:
         _require(length in (given, given + self.past_length), "the attention mask does not fit the input")
         _require(bool((known[1:] >= known[:-1]).all()), "the attention mask hides more than padding on the left")
         _require(not self.past_length or bool(known.all()), "a padded text continues from past_key_values")
-        self._check_positions(row, known.cpu())
+        if not self.media:
+            self._check_positions(row, known.cpu())
         kept = known[length - given :].to(ids.device)
+        vocab_size = self.model.get_input_embeddings().weight.shape[0]
+        ids = ids.masked_fill(ids >= vocab_size, UNKNOWN_TOKEN)
         tokens = ids[kept].tolist() if len(ids) == given else [UNKNOWN_TOKEN] * int(kept.sum())
         prompt = [UNKNOWN_TOKEN] * (length - given) + tokens
         _require(bool(prompt), "a prompt has no tokens")
@@ -195,6 +230,10 @@ class GenerateCall:
         positions = self.inputs.get("position_ids")
         if positions is None:
             return
+        if positions.ndim == 3:  # of a multimodal model: one row for each kind, all equal for text
+            same = bool((positions == positions[0]).all())
+            _require(same, "position_ids are not the default ones")
+            positions = positions[0]
         _require(positions.ndim == 2, "position_ids are not [batch, length]")
         own = positions[row if len(positions) > 1 else 0].cpu()
         if len(own) == len(known):
