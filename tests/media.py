@@ -184,7 +184,11 @@ MEDIA: dict[str, Family] = {
         vision({**TEXT, **MIXED}, SIGLIP, mm_tokens_per_image=4), images(3, 8, 8), 4, types="token_type_ids"
     ),
     "gemma4": Family(
-        vision(GEMMA4_TEXT, {**VISION, "pooling_kernel_size": 2}, audio_token_id=8),
+        vision(
+            GEMMA4_TEXT,
+            {**VISION, "num_key_value_heads": 4, "head_dim": 8, "pooling_kernel_size": 2},
+            audio_token_id=8,
+        ),
         gemma4_images,
         4,
         types="mm_token_type_ids",
@@ -237,7 +241,11 @@ MEDIA: dict[str, Family] = {
         images(3, 8, 8),
         1,
     ),
-    "voxtral": Family({"text_config": LLAMA, "audio_config": AUDIO, "audio_token_id": PLACEHOLDER}, mel(32), 16),
+    "voxtral": Family(
+        {"text_config": LLAMA, "audio_config": {**AUDIO, "encoder_ffn_dim": 128, "intermediate_size": 128}, "audio_token_id": PLACEHOLDER},
+        mel(32),
+        4,
+    ),
     "qwen2_audio": Family(
         {"text_config": {"model_type": "qwen2", **TEXT}, "audio_config": AUDIO, "audio_token_index": PLACEHOLDER},
         mel(32, "feature_attention_mask"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from lookfar.errors import ModelError
 from lookfar.models.alibi import uses_alibi
@@ -53,7 +55,7 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
     model_class = model_class or causal_class(config)
     if config.is_encoder_decoder or text.is_encoder_decoder:
         raise ModelError(f"{config.model_type} is an encoder-decoder model, and lookfar decodes causal models only.")
-    by_layer_type, kinds = _layer_kinds(text)
+    by_layer_type, kinds = _layer_kinds(text, _code(text, model_class))
     facts: dict[str, Any] = {
         "kinds": kinds,
         "by_layer_type": by_layer_type,
@@ -65,6 +67,14 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
         "tree_limit": _tree_limit(text),
     }
     return Support(config.model_type, reason=_why_not(config, text, model_class, kinds), **facts)
+
+
+def _code(text: PreTrainedConfig, model_class: type) -> list[ModuleType]:
+    """Return the modules that may create the masks of a model: its own, and that of its text model."""
+    classes = [model_class]
+    if type(text) in MODEL_MAPPING:
+        classes.append(MODEL_MAPPING[type(text)])
+    return [sys.modules[one.__module__] for one in classes]
 
 
 def causal_class(config: PreTrainedConfig) -> type:
@@ -102,7 +112,7 @@ def _why_not(config: PreTrainedConfig, text: PreTrainedConfig, model_class: type
             return f"its cache has layers of the type {type(layer).__name__}, which cannot be rolled back to a branch"
     if others - {"unknown"}:
         return f"it has layers of the type {min(others)}, which are not ordinary attention"
-    if unmasked := _unmasked(kinds, model_class):
+    if unmasked := _unmasked(kinds, text, model_class):
         return f"its config names a {unmasked} that its attention does not follow"
     parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
     if "past_key_values" not in parameters:
@@ -124,10 +134,12 @@ def _mixes_rows(config: PreTrainedConfig) -> bool:
     return bool(settings.get("load_in_8bit")) and settings.get("llm_int8_threshold", 6.0) > 0
 
 
-def _layer_kinds(text: PreTrainedConfig) -> tuple[bool, dict[str, LayerKind]]:
+def _layer_kinds(text: PreTrainedConfig, code: Seq[ModuleType]) -> tuple[bool, dict[str, LayerKind]]:
     """Return the masks a model takes, by the rule that transformers uses for compiled forward passes."""
-    window = getattr(text, "sliding_window", None)
-    chunk = getattr(text, "attention_chunk_size", None)
+    window, chunk = (
+        getattr(text, name, None) if any(name in inspect.getsource(module) for module in code) else None
+        for name in ("sliding_window", "attention_chunk_size")  # a config may name what no code reads
+    )
     of_type = {"sliding_attention": LayerKind(window=window), "chunked_attention": LayerKind(chunk=chunk)}
     layer_types = getattr(text, "layer_types", None)
     if layer_types is not None:
@@ -139,14 +151,14 @@ def _layer_kinds(text: PreTrainedConfig) -> tuple[bool, dict[str, LayerKind]]:
     return False, {"full_attention": LayerKind()}
 
 
-def _unmasked(kinds: dict[str, LayerKind], model_class: type) -> LayerKind | None:
+def _unmasked(kinds: dict[str, LayerKind], text: PreTrainedConfig, model_class: type) -> LayerKind | None:
     """Return a kind of layer that the config names but that the model's code creates no mask for."""
-    code = sys.modules[model_class.__module__]
     if not model_class.__module__.startswith("transformers."):
         return None  # code of another library: the self-check decides
+    code = _code(text, model_class)
     for kind in kinds.values():
         for attribute, function in MASK_FUNCTION.items():
-            if getattr(kind, attribute) is not None and not hasattr(code, function):
+            if getattr(kind, attribute) is not None and not any(hasattr(module, function) for module in code):
                 return kind
     return None
 
