@@ -136,9 +136,10 @@ def _mixes_rows(config: PreTrainedConfig) -> bool:
 
 def _layer_kinds(text: PreTrainedConfig, code: Seq[ModuleType]) -> tuple[bool, dict[str, LayerKind]]:
     """Return the masks a model takes, by the rule that transformers uses for compiled forward passes."""
+    source = "".join(map(inspect.getsource, code))
     window, chunk = (
-        getattr(text, name, None) if any(name in inspect.getsource(module) for module in code) else None
-        for name in ("sliding_window", "attention_chunk_size")  # a config may name what no code reads
+        getattr(text, name, None) if name in source or MASK_FUNCTION[kind] in source else None  # else no code reads it
+        for name, kind in (("sliding_window", "window"), ("attention_chunk_size", "chunk"))
     )
     of_type = {"sliding_attention": LayerKind(window=window), "chunked_attention": LayerKind(chunk=chunk)}
     layer_types = getattr(text, "layer_types", None)

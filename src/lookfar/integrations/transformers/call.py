@@ -217,8 +217,9 @@ class GenerateCall:
         if not self.media:
             self._check_positions(row, known.cpu())
         kept = known[length - given :].to(ids.device)
-        vocab_size = self.model.get_input_embeddings().weight.shape[0]
-        ids = ids.masked_fill(ids >= vocab_size, UNKNOWN_TOKEN)
+        if self.media:
+            vocab_size = self.model.get_input_embeddings().weight.shape[0]
+            ids = ids.masked_fill(ids >= vocab_size, UNKNOWN_TOKEN)
         tokens = ids[kept].tolist() if len(ids) == given else [UNKNOWN_TOKEN] * int(kept.sum())
         prompt = [UNKNOWN_TOKEN] * (length - given) + tokens
         _require(bool(prompt), "a prompt has no tokens")
