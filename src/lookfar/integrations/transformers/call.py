@@ -123,7 +123,7 @@ class GenerateCall:
     def check(self, lm: LM) -> None:
         """Refuse calls that the engine cannot decode exactly."""
         config, support = self.config, lm.engine.runner.model.support
-        _require(support.trees, support.reason or "")
+        _require(support.drafts, support.reason)
         unknown = [k for k, v in self.inputs.items() if v is not None and k not in SUPPORTED_INPUTS]
         _require(config.use_cache is not False, "use_cache is off")
         _require(not (config.return_dict_in_generate and config.output_attentions), "attentions are asked for")
