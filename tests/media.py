@@ -90,6 +90,14 @@ def mel(frames: int, mask: str | None = None) -> Callable[[int], Tensors]:
     return features
 
 
+def lfm2_images(count: int) -> Tensors:
+    return {
+        "pixel_values": torch.randn(count, 16, 3 * 4 * 4),
+        "pixel_attention_mask": torch.ones(count, 16, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[4, 4]] * count),
+    }
+
+
 def phi4_audio(count: int) -> Tensors:
     return {
         "audio_input_features": torch.randn(count, 61, 80),
@@ -154,6 +162,20 @@ GEMMA4_TEXT = {
     "use_bidirectional_attention": "vision",
 }
 IDEFICS = {"scale_factor": 2, "pad_token_id": 0, "tie_word_embeddings": False}
+PHI4 = {
+    **{key: value for key, value in TEXT.items() if key != "head_dim"},
+    "audio_config": {
+        "num_blocks": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "depthwise_separable_out_channel": 32,
+        "nemo_conv_channels": 32,
+        "ext_pw_out_channel": 32,
+        "audio_token_id": PLACEHOLDER,
+    },
+    "vision_config": {**VISION, "crop_size": 16, "image_token_id": 4},
+}
 QWEN3_5_TEXT = {
     **TEXT,
     "model_type": "qwen3_5_text",
@@ -241,6 +263,36 @@ MEDIA: dict[str, Family] = {
         images(3, 8, 8),
         1,
     ),
+    "qwen3_5": Family(
+        vision(
+            QWEN3_5_TEXT,
+            {
+                **PATCHES,
+                "hidden_size": 32,
+                "out_hidden_size": 32,
+                "intermediate_size": 32,
+                "num_position_embeddings": 16,
+            },
+            vision_start_token_id=5,
+            vision_end_token_id=6,
+        ),
+        grids(2, 3),
+        6,
+        types="mm_token_type_ids",
+        mode="chain",
+    ),
+    "lfm2_vl": Family(
+        vision(
+            {"model_type": "lfm2", **TEXT, "layer_types": ["conv", "full_attention"], "block_ff_dim": 32},
+            {"model_type": "siglip2_vision_model", **VISION, "num_patches": 16},
+            downsample_factor=2,
+            projector_hidden_size=32,
+        ),
+        lfm2_images,
+        4,
+        mode="chain",
+    ),
+    "phi4_multimodal": Family(PHI4, phi4_audio, 8),
     "voxtral": Family(
         {"text_config": LLAMA, "audio_config": {**AUDIO, "encoder_ffn_dim": 128, "intermediate_size": 128}, "audio_token_id": PLACEHOLDER},
         mel(32),

@@ -146,7 +146,7 @@ class LM:
         prompt included (1,024); with `sampling`, sampled ones too. Outputs, draft state and random generators stay as
         they are. Requests of other threads run in between. What is done already is not done again.
         """
-        if self.engine.runner.model.support.reason or self.why_call_falls_back():
+        if not self.engine.runner.model.support.drafts or self.why_call_falls_back():
             return
         ids, kinds = example_prompt(self.engine), (False, True) if sampling else (False,)
         examples = [self.requests(ids, max_new_tokens=len(ids), do_sample=kind, seed=0)[0][0] for kind in kinds]
@@ -328,9 +328,9 @@ class LM:
         support = self.engine.runner.model.support
         if self.engine.can_speculate(request):
             return ""
-        return support.reason or (
-            f"{request.max_length} tokens reach past {support.tree_limit}, where its rotary scaling sets in"
-        )
+        if not support.drafts:
+            return support.reason
+        return f"{request.max_length} tokens reach past {support.tree_limit}, where its rotary scaling sets in"
 
     def _warn(self, reason: str) -> None:
         """Warn once for each reason."""

@@ -30,6 +30,8 @@ class RunnerLimits:
     rows: int | None = None  # the most rows of all requests together; None: no limit
     depth: int | None = None  # the deepest draft tree; None: no limit
     padded: bool = True  # every request is padded to the widest; False: rows lie side by side
+    chain: bool = False  # drafts are verified as one chain for each request, not as a tree
+    recurrent: bool = False  # a step is kept as a whole or not at all, so padding and prefills with drafts cost more
     captured: bool = False  # steps are captured for a few numbers of rows, and compute the next larger one
 
 
@@ -217,10 +219,9 @@ class StepPlan:
         return positions
 
     @cached_property
-    def model_positions(self) -> Ints:
-        """[batch, rows]: positions as the model counts them."""
-        offsets = [rows.position_offset for rows in self.requests]
-        return self.positions + np.array(offsets)[:, None] if any(offsets) else self.positions
+    def position_offsets(self) -> Ints:
+        """[batch] to add to positions for the model."""
+        return np.array([rows.position_offset for rows in self.requests], dtype=np.int64)
 
     @cached_property
     def logit_rows(self) -> Ints:

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from transformers import Cache, PreTrainedModel
 
+from lookfar.core.arrays import Ints
 from lookfar.core.plan import StepPlan
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.alibi import positions_as_bias
 from lookfar.models.attention_name import attention_replaced, own_attention
 from lookfar.models.masks import StepMasks, additive
 from lookfar.models.packed_linear import PackedLinears, pack_by_default
-from lookfar.models.support import Support, examine
+from lookfar.models.support import STATE_TYPES, Support, examine
 from lookfar.models.weight_changes import ModelChange, ModelFingerprint
 
 
@@ -41,6 +42,7 @@ class BoundModel:
         self._packed = PackedLinears(model) if (pack_by_default(model) if pack is None else pack) else None
         self.support = support or examine(model.config, type(model))
         self._parameters = set(inspect.signature(model.forward).parameters)
+        self.cache_argument = "past_key_values" if "past_key_values" in self._parameters else "cache_params"
         self.attention = _mask_attention(model)
         self._shape = self._present_shape()
         self.fingerprint = ModelFingerprint.of(model)
@@ -91,12 +93,12 @@ class BoundModel:
         writer = cache.writer(plan)
         logit_rows = torch.from_numpy(plan.logit_rows).to(self.device)
         with ExitStack() as during, torch.no_grad(), self.attending(self.attention), self.packed_weights():
-            arguments = {"logits_to_keep": logit_rows if len(logit_rows) else 1}
+            arguments: dict[str, Any] = {"logits_to_keep": logit_rows if len(logit_rows) else 1}
             arguments |= self._positions_and_mask(plan, cache.buffers.kv_length, during)
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}
-            logits: torch.Tensor = self.model(
-                **self._inputs(plan), past_key_values=writer, use_cache=True, return_dict=True, **arguments
-            ).logits
+            arguments[self.cache_argument] = writer
+            arguments |= self._inputs(plan)
+            logits: torch.Tensor = self.model(use_cache=True, return_dict=True, **arguments).logits
         return logits if "logits_to_keep" in arguments else logits[:, logit_rows.to(logits.device)]
 
     def packed_weights(self) -> AbstractContextManager[None]:
@@ -127,19 +129,37 @@ class BoundModel:
 
     def _positions_and_mask(self, plan: StepPlan, kv_length: int, during: ExitStack) -> dict[str, Any]:
         """Return positions and masks. A causal step gets no mask: the model masks it as in its own `generate`."""
-        if plan.is_causal:
-            return {"position_ids": torch.from_numpy(plan.model_positions).to(self.device)}
+        if plan.is_causal or (self.support.mode == "chain" and self._is_one_block(plan, kv_length)):
+            return {"position_ids": self._model_positions(plan.num_cached[:, None] + np.arange(plan.width), plan)}
         masks = StepMasks(plan, kv_length, self.device)
-        positions = torch.from_numpy(plan.model_positions).to(self.device)
-        if self.support.max_positions is not None:
-            # Only window rows can point past the last position, and what they compute there is never used.
-            positions = positions.clamp(max=self.support.max_positions - 1)
+        positions = self._model_positions(plan.positions, plan)
         if self.support.alibi:
             during.enter_context(positions_as_bias(self.model, masks))
             return {"position_ids": positions}
-        by_kind = {name: self._as_argument(masks.of(kind)) for name, kind in self.support.kinds.items()}
+        by_kind: dict[str, torch.Tensor | None] = {
+            name: self._as_argument(masks.of(kind)) for name, kind in self.support.kinds.items()
+        }
+        if self.support.recurrent:
+            by_kind |= dict.fromkeys(STATE_TYPES)  # padding stands behind all other rows of a state
         mask = by_kind if self.support.by_layer_type else next(iter(by_kind.values()))
         return {"position_ids": positions, "attention_mask": mask}
+
+    def _model_positions(self, positions: Ints, plan: StepPlan) -> torch.Tensor:
+        """Return positions as the model counts them, [batch, rows]."""
+        if self.support.max_positions is not None:
+            # Only padding and window rows can point past the last position: what they compute there is never used.
+            positions = np.minimum(positions, self.support.max_positions - 1)
+        return torch.from_numpy(positions + plan.position_offsets[:, None]).to(self.device)
+
+    def _is_one_block(self, plan: StepPlan, kv_length: int) -> bool:
+        """Whether a step with chains needs no mask: all texts have one length, or no layer looks at other tokens.
+
+        Padding stands behind all other rows, which do not see it.
+        """
+        if not self.support.kinds:
+            return True
+        one_length = bool((plan.num_cached == plan.num_cached[0]).all())
+        return one_length and kv_length == plan.num_cached[0] + plan.width
 
     def _as_argument(self, mask: torch.Tensor) -> torch.Tensor:
         return mask if self.attention == "sdpa" else additive(mask, self.model.dtype)
@@ -166,7 +186,7 @@ class BoundModel:
 
     def refuse(self, reason: str) -> None:
         """Give up speculation for this model."""
-        self.support = replace(self.support, reason=reason)
+        self.support = replace(self.support, mode="none", reason=reason)
 
     @property
     def has_experts(self) -> bool:

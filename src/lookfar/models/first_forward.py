@@ -14,7 +14,8 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from lookfar.errors import ModelError
-from lookfar.kvcache.base import KVState, kv_of
+from lookfar.kvcache.base import KVState, StateKey, kv_of
+from lookfar.kvcache.recurrent import states_of, whole_cache
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,10 @@ class FirstForward:
                 f"{self.input_ids.shape[1]} tokens, which lookfar cannot continue: use model.generate."
             )
         kv = kv_of(text)
+        states = states_of(text)
         return [
             PrefilledRow(
-                _row_of(kv, row, pad),
+                _row_of(kv, row, pad, states),
                 logits[row, -1].float(),
                 _offset(positions, row, self.input_ids.shape[1] - pad),
                 self._source(cache, row),
@@ -101,8 +103,10 @@ class FirstForward:
 
 
 def new_cache(model: PreTrainedModel) -> Cache:
-    """Return an empty cache that keeps all positions, also those that have left a sliding window."""
-    return EncoderDecoderCache(DynamicCache(), DynamicCache()) if model.config.is_encoder_decoder else DynamicCache()
+    """Return an empty cache that keeps all positions."""
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderCache(DynamicCache(), DynamicCache())
+    return whole_cache(model.config)
 
 
 def _offset(positions: torch.Tensor | None, row: int, length: int) -> int:
@@ -113,9 +117,11 @@ def _offset(positions: torch.Tensor | None, row: int, length: int) -> int:
     return int(last[row if len(last) > 1 else 0, -1]) - (length - 1)
 
 
-def _row_of(kv: KVState, row: int, start: int) -> KVState:
-    """Return one row of the KV of a batch, from position `start` on."""
-    return [
+def _row_of(kv: KVState, row: int, start: int, states: Mapping[StateKey, torch.Tensor] | None = None) -> KVState:
+    """Return one row of the KV of a batch, from position `start` on, and of its recurrent states."""
+    layers = [
         None if layer is None else (layer[0][row : row + 1, :, start:], layer[1][row : row + 1, :, start:])
-        for layer in kv
+        for layer in kv.layers
     ]
+    own_states = {key: state[row : row + 1] for key, state in (states or {}).items()}
+    return KVState(layers, kv.length - start, own_states)

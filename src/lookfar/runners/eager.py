@@ -10,6 +10,7 @@ import torch
 
 from lookfar.core.arrays import Ints
 from lookfar.core.plan import RunnerLimits, StepPlan
+from lookfar.kvcache.recurrent import RecurrentKVCache
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
 from lookfar.models.weight_changes import ModelChange
@@ -21,13 +22,17 @@ class EagerRunner:
     """Runs steps as torch runs them, padded to the widest request."""
 
     name = "eager"
-    limits = RunnerLimits()
 
     def __init__(self, model: BoundModel) -> None:
         self.model = model
 
+    @property
+    def limits(self) -> RunnerLimits:
+        support = self.model.support
+        return RunnerLimits(chain=support.mode == "chain", recurrent=support.recurrent)
+
     def create_cache(self) -> SlotKVCache:
-        return SlotKVCache()
+        return RecurrentKVCache(self.model.model.config) if self.model.support.recurrent else SlotKVCache()
 
     def refresh(self, everything: bool = False) -> ModelChange:
         return self.model.refresh(everything)

@@ -62,6 +62,10 @@ class SpeculatedRequest(Protocol):
         """Tokens that are not in the KV cache yet."""
 
     @property
+    def is_prefilling(self) -> bool:
+        """Whether those belong to a prompt, and not to the answer."""
+
+    @property
     def remaining(self) -> int:
         """Tokens that it may still emit."""
 

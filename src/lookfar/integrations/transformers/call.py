@@ -146,7 +146,7 @@ class GenerateCall:
     def check(self, lm: LM) -> None:
         """Refuse calls that the engine cannot decode exactly."""
         config, support = self.config, lm.engine.runner.model.support
-        _require(support.trees, support.reason or "")
+        _require(support.drafts, support.reason)
         _require(config.use_cache is not False, "use_cache is off")
         _require(not (config.return_dict_in_generate and config.output_attentions), "attentions are asked for")
         _require(not (config.return_dict_in_generate and config.output_hidden_states), "hidden states are asked for")
@@ -185,7 +185,7 @@ class GenerateCall:
         past = self.past
         _require(past is None or (type(past) is DynamicCache and not past.offloading), "the cache type is unsupported")
         _require(self.batch == 1 or not self.past_length, "a batch continues from past_key_values")
-        layers = [layer for layer in past.layers if layer.is_initialized] if past is not None else []
+        layers = [layer for layer in past.layers if getattr(layer, "is_initialized", False)] if past is not None else []
         whole = not self.past_length or all(layer.keys.shape[-2] == self.past_length for layer in layers)
         _require(whole, "its cache keeps only a window of the text")
 

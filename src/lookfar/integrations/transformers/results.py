@@ -68,7 +68,7 @@ def _fill_cache(call: GenerateCall, results: list[RequestResult], ids: torch.Ten
     if cache is None:
         return None
     if results[0].exported is not None:
-        for layer, kv in enumerate(results[0].exported):
+        for layer, kv in enumerate(results[0].exported.layers):
             if kv is not None:
                 cache.update(*kv, layer)
         return None

@@ -52,14 +52,14 @@ class FlatStep:
     def fill(self, plan: StepPlan) -> bool:
         """Write a step into the host's block; False if a row table cannot describe it."""
         filled = self.table.fill(plan, [self.cache.slot_of(rows.kv) for rows in plan.requests])
-        offsets = [rows.position_offset for rows in plan.requests]
-        if any(offsets):
-            self.table.arrays.inputs[POSITIONS, : sum(plan.lengths)] += np.repeat(offsets, plan.lengths)
         last = self.model.support.max_positions
         if last is not None and any(rows.windows for rows in plan.requests):
             # Only window rows can point past the last position, and what they compute there is never used.
             positions = self.table.arrays.inputs[POSITIONS]
             np.minimum(positions, last - 1, out=positions)
+        if plan.position_offsets.any():
+            rows = np.repeat(plan.position_offsets, plan.lengths)
+            self.table.arrays.inputs[POSITIONS, : len(rows)] += rows
         return filled
 
     def clear(self) -> None:
