@@ -80,7 +80,7 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
         "alibi": uses_alibi(text),
         "recurrent": mode == "chain" and is_recurrent(config),
         "max_positions": _max_positions(text),
-        "takes_media": takes_media(model_class),
+        "takes_media": takes_media(config, model_class),
         "first_pass": config.model_type in BIDIRECTIONAL_PROMPTS,
         "tree_limit": _tree_limit(text),
     }
@@ -154,8 +154,10 @@ def _mode_of_cache(
     return "tree", ""
 
 
-def takes_media(model_class: type) -> bool:
-    """Whether the prompts of a class of models may hold images, audio or video."""
+def takes_media(config: PreTrainedConfig, model_class: type) -> bool:
+    """Whether the prompts of a model may hold images, audio or video."""
+    if any(hasattr(config, name) for name in ("vision_config", "audio_config")):
+        return True
     return getattr(model_class, "input_modalities", "text") not in ("text", ("text",), ["text"])
 
 

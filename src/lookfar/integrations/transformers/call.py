@@ -70,7 +70,7 @@ class GenerateCall:
     def media(self) -> list[str]:
         """The inputs that only a first forward pass can take: images, audio, video, and what describes them."""
         ignored = SUPPORTED_INPUTS
-        if takes_media(type(self.model)):
+        if takes_media(self.model.config, type(self.model)):
             ignored = ignored | {name for name in TOKEN_TYPES if not torch.as_tensor(self.inputs.get(name, 0)).any()}
         return [name for name, value in self.inputs.items() if name not in ignored and value not in (None, {})]
 
