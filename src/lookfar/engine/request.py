@@ -14,7 +14,8 @@ from lookfar.core.tree import DraftTree
 from lookfar.drafters.base import DraftContext, Strategy
 from lookfar.engine.stats import Stats
 from lookfar.kvcache.base import KVState
-from lookfar.models.first_forward import FirstForward, SourceKV
+from lookfar.models.first_forward import FirstForward
+from lookfar.models.source import SourceKV
 from lookfar.sampling.sampler import Sampler, SamplingParams
 from lookfar.speculation.draft_state import DraftState
 from lookfar.speculation.interface import RequestSpeculation

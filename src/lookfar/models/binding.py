@@ -17,8 +17,10 @@ from lookfar.core.plan import StepPlan
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.alibi import positions_as_bias
 from lookfar.models.attention_name import attention_replaced, own_attention
+from lookfar.models.decoder_positions import positions_in_decoder
 from lookfar.models.masks import StepMasks, additive
 from lookfar.models.packed_linear import PackedLinears, pack_by_default
+from lookfar.models.source import SourceBatch, measured_source
 from lookfar.models.support import STATE_TYPES, Support, examine
 from lookfar.models.weight_changes import ModelChange, ModelFingerprint
 
@@ -35,7 +37,7 @@ class FlatRows:
 
 
 class BoundModel:
-    """A causal language model that runs step plans."""
+    """A language model that runs step plans."""
 
     def __init__(self, model: PreTrainedModel, support: Support | None = None, pack: bool | None = None) -> None:
         self.model = model
@@ -44,6 +46,7 @@ class BoundModel:
         self._parameters = set(inspect.signature(model.forward).parameters)
         self.cache_argument = "past_key_values" if "past_key_values" in self._parameters else "cache_params"
         self.attention = _mask_attention(model)
+        self._sources = SourceBatch()
         self._shape = self._present_shape()
         self.fingerprint = ModelFingerprint.of(model)
 
@@ -66,10 +69,16 @@ class BoundModel:
     @property
     def device(self) -> torch.device:
         """Where token ids go; with `device_map` the device of the embeddings."""
-        place: torch.device = self.model.get_input_embeddings().weight.device
+        place: torch.device = self.embeddings.weight.device
         if place.type == "meta":  # offloaded by accelerate, which knows where it will be run
-            return torch.device(self.model.get_input_embeddings()._hf_hook.execution_device)
+            return torch.device(self.embeddings._hf_hook.execution_device)
         return place
+
+    @property
+    def embeddings(self) -> Any:
+        """The embeddings of the tokens that it decodes."""
+        model = self.model.get_decoder() if self.model.config.is_encoder_decoder else self.model
+        return model.get_input_embeddings()
 
     @property
     def packed(self) -> bool:
@@ -83,7 +92,7 @@ class BoundModel:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_input_embeddings().weight.shape[0])
+        return int(self.embeddings.weight.shape[0])
 
     def forward(self, plan: StepPlan, cache: SlotKVCache) -> torch.Tensor:
         """Run a step. Returns the logits of the plan's logit rows, [batch, logit rows, vocabulary]."""
@@ -98,8 +107,26 @@ class BoundModel:
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}
             arguments[self.cache_argument] = writer
             arguments |= self._inputs(plan)
+            if self.support.encoder_decoder:
+                arguments = self._decoder_arguments(arguments, plan)
             logits: torch.Tensor = self.model(use_cache=True, return_dict=True, **arguments).logits
         return logits if "logits_to_keep" in arguments else logits[:, logit_rows.to(logits.device)]
+
+    def _decoder_arguments(self, arguments: dict[str, Any], plan: StepPlan) -> dict[str, Any]:
+        """Return arguments for the decoder of an encoder-decoder model, with the sources of the requests."""
+        text = arguments.pop("past_key_values")
+        sources = [rows.source for rows in plan.requests]
+        if any(source is None for source in sources):
+            like = self.embeddings.weight
+            others = measured_source(plan.batch, like.shape[1], like, text)
+        else:
+            others = self._sources.arguments(sources, text)
+        names = {name: f"decoder_{name}" for name in ("input_ids", "inputs_embeds", "attention_mask")}
+        return {names.get(name, name): value for name, value in arguments.items() if name != "position_ids"} | others
+
+    def forget(self) -> None:
+        """Keep nothing of the requests of the last step."""
+        self._sources.forget()
 
     def packed_weights(self) -> AbstractContextManager[None]:
         """Let linear layers compute with packed weights while the context is open, if there are any."""
@@ -133,6 +160,8 @@ class BoundModel:
             return {"position_ids": self._model_positions(plan.num_cached[:, None] + np.arange(plan.width), plan)}
         masks = StepMasks(plan, kv_length, self.device)
         positions = self._model_positions(plan.positions, plan)
+        if self.support.encoder_decoder:
+            during.enter_context(positions_in_decoder(self.model, masks, positions))
         if self.support.alibi:
             during.enter_context(positions_as_bias(self.model, masks))
             return {"position_ids": positions}

@@ -16,15 +16,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedMod
 from lookfar.errors import ModelError
 from lookfar.kvcache.base import KVState, StateKey, kv_of
 from lookfar.kvcache.recurrent import states_of, whole_cache
-
-
-@dataclass(frozen=True)
-class SourceKV:
-    """What the decoder of one request reads of its source: the same in all steps."""
-
-    kv: KVState  # of the cross-attention layers, [1, heads, source, head_dim]
-    mask: torch.Tensor | None  # [source], True where there is no padding
-    hidden: torch.Tensor  # [1, source, hidden] the encoder's output
+from lookfar.models.source import SourceKV
 
 
 @dataclass(frozen=True)
@@ -94,12 +86,12 @@ class FirstForward:
     def _source(self, cache: Cache, row: int) -> SourceKV | None:
         if not isinstance(cache, EncoderDecoderCache):
             return None
-        mask, hidden = self.inputs.get("attention_mask"), self.inputs["encoder_outputs"][0]
-        return SourceKV(
-            _row_of(kv_of(cache.cross_attention_cache), row, 0),
-            mask[row].bool() if mask is not None else None,
-            hidden[row : row + 1],
-        )
+        kv, hidden = kv_of(cache.cross_attention_cache), self.inputs["encoder_outputs"][0]
+        mask = self.inputs.get("attention_mask")
+        # The encoder of audio shortens what it gets, and reads all of it.
+        if mask is None or mask.shape[1] != kv.length:
+            mask = torch.ones(len(hidden), kv.length, dtype=torch.bool, device=hidden.device)
+        return SourceKV(_row_of(kv, row, 0), mask[row].bool(), hidden[row : row + 1])
 
 
 def new_cache(model: PreTrainedModel) -> Cache:

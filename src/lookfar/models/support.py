@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from lookfar.errors import ModelError
 from lookfar.kvcache.recurrent import is_recurrent
 from lookfar.models.alibi import uses_alibi
+from lookfar.models.decoder_positions import EMBEDDED, RELATIVE
 from lookfar.models.masks import LayerKind
 
 # How the drafts of a step are verified: as a tree, as one chain, or not at all (transformers decodes).
@@ -25,7 +26,10 @@ CHAIN_FAMILIES = {
     "gpt_neo": "its local layers measure distance by the index in the cache",
     "doge": "its attention selects keys by a rule of its own",
 }
+LIMITED_EXPERTS = "its experts take a limited number of rows of a step, so draft tokens would change the result"
 FALLBACK_FAMILIES = {
+    "nllb-moe": LIMITED_EXPERTS,
+    "switch_transformers": LIMITED_EXPERTS,
     "blt": "its patches depend on the tokens around them",
     "recurrent_gemma": "its modules keep the recurrent state themselves and continue from it with single tokens only",
     "rwkv": "its recurrent state is not part of the cache, so it cannot be put back",
@@ -51,8 +55,9 @@ class Support:
     recurrent: bool = False  # its cache holds state that is put back and replayed after a rejected draft
     one_by_one: bool = False  # a forward pass takes one request only
     max_positions: int | None = None  # None: no limit
+    encoder_decoder: bool = False
     takes_media: bool = False  # prompts may hold images, audio or video
-    first_pass: bool = False  # transformers has to run every prompt, because its tokens see later ones
+    first_pass: bool = False  # transformers has to run every prompt: its tokens see later ones, or it has a source
     tree_limit: int | None = None  # drafts are exact up to this length; longer requests use the fallback
 
     @property
@@ -70,8 +75,6 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
     """Examine a config; raises `ModelError` if it is not one of a causal language model."""
     text = config.get_text_config(decoder=True)
     model_class = model_class or causal_class(config)
-    if config.is_encoder_decoder or text.is_encoder_decoder:
-        raise ModelError(f"{config.model_type} is an encoder-decoder model, and lookfar decodes causal models only.")
     by_layer_type, kinds = _layer_kinds(text, _code(text, model_class))
     mode, reason = _mode(config, text, model_class, kinds)
     facts: dict[str, Any] = {
@@ -80,8 +83,9 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
         "alibi": uses_alibi(text),
         "recurrent": mode == "chain" and is_recurrent(config),
         "max_positions": _max_positions(text),
+        "encoder_decoder": config.is_encoder_decoder,
         "takes_media": takes_media(config, model_class),
-        "first_pass": config.model_type in BIDIRECTIONAL_PROMPTS,
+        "first_pass": config.is_encoder_decoder or config.model_type in BIDIRECTIONAL_PROMPTS,
         "tree_limit": _tree_limit(text),
     }
     facts["one_by_one"] = text.model_type == "mpt" or (mode == "chain" and not facts["recurrent"])
@@ -132,7 +136,8 @@ def _mode(
     for family in families:
         if family in CHAIN_FAMILIES:
             return "chain", CHAIN_FAMILIES[family]
-    return _mode_of_cache(config, kinds, model_class, "position_ids" in parameters or uses_alibi(text))
+    takes_positions = "position_ids" in parameters or uses_alibi(text) or config.model_type in EMBEDDED | RELATIVE
+    return _mode_of_cache(config, kinds, model_class, takes_positions)
 
 
 def _mode_of_cache(
@@ -203,7 +208,9 @@ def _unmasked(kinds: dict[str, LayerKind], text: PreTrainedConfig, model_class: 
 
 
 def _max_positions(text: PreTrainedConfig) -> int | None:
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+    if text.model_type in RELATIVE:
+        return None
+    for name in ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
             return value

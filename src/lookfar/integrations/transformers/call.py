@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, DynamicCache, EncoderDecoderCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, GenerationConfig, MaxLengthCriteria
 
 from lookfar.drafters.base import Strategy
@@ -44,10 +44,25 @@ class GenerateCall:
     criteria: StoppingCriteriaList
     config: GenerationConfig
     inputs: dict[str, Any]  # for the model
+    encoder_input: torch.Tensor | None = None  # what an encoder has read: token ids, or audio
 
     @property
     def batch(self) -> int:
         return self.input_ids.shape[0]
+
+    @property
+    def has_encoder(self) -> bool:
+        return bool(self.model.config.is_encoder_decoder)
+
+    @property
+    def text_mask(self) -> torch.Tensor | None:
+        """The mask of `input_ids`, which an encoder-decoder model decodes from."""
+        return self.inputs.get("decoder_attention_mask" if self.has_encoder else "attention_mask")
+
+    @property
+    def embeds(self) -> torch.Tensor | None:
+        """What the prompts are fed as, if not as token ids."""
+        return self.inputs.get("inputs_embeds") if not self.has_encoder else None
 
     @property
     def past(self) -> Cache | None:
@@ -69,6 +84,8 @@ class GenerateCall:
     @cached_property
     def media(self) -> list[str]:
         """The inputs that only a first forward pass can take: images, audio, video, and what describes them."""
+        if self.has_encoder:
+            return []
         ignored = SUPPORTED_INPUTS
         if takes_media(self.model.config, type(self.model)):
             ignored = ignored | {name for name in TOKEN_TYPES if not torch.as_tensor(self.inputs.get(name, 0)).any()}
@@ -84,17 +101,17 @@ class GenerateCall:
         first = self._first_forward([kept for _, kept in prompts]) if self.needs_first_pass(lm) else None
         requests = []
         for row, (prompt, kept) in enumerate(prompts):
-            sampling = self._sampling(row, noise)
+            sampling, source = self._sampling(row, noise), self._source(row, lm)
             request = Request(
-                prompt,
+                source + prompt,
                 max_new_tokens,
                 stop_ids,
                 strategies + forced_text(sampling.processors or ()) if strategies else (),
                 budget,
-                lm.remember and self.inputs.get("inputs_embeds") is None and len(prompt) == int(kept.sum()),
+                lm.remember and self.embeds is None and len(prompt) == int(kept.sum()),
                 criteria or None,
                 sampling,
-                self._kv_options(row, kept, first),
+                self._kv_options(kept, row, FirstPass(first, row, len(source)) if first is not None else None),
                 lm.draft_state,
             )
             requests.append(self._checked(lm, request))
@@ -124,18 +141,29 @@ class GenerateCall:
         inputs = {name: value for name, value in self.inputs.items() if name not in TOKENIZERS}
         return FirstForward(self.model, self.input_ids, inputs, [int((~row).sum()) for row in kept])
 
-    def _kv_options(self, row: int, kept: torch.Tensor, first: FirstForward | None) -> KVOptions:
-        embeds = self.inputs.get("inputs_embeds")
+    def _source(self, row: int, lm: LM) -> list[int]:
+        """Return the tokens that the encoder has read, if the decoder has the same ones: answers may copy them."""
+        ids, mask = self.encoder_input, self.inputs.get("attention_mask")
+        shared = getattr(self.model.config, "share_encoder_decoder_embeddings", True)
+        if not self.has_encoder or ids is None or ids.ndim != 2 or ids.is_floating_point() or not shared:
+            return []
+        own = ids[row * len(ids) // self.batch]  # several sequences may be asked for
+        if mask is not None and mask.shape[1] == len(own):
+            own = own[mask[row].bool()]
+        known = 0 <= int(own.min()) and int(own.max()) < lm.engine.runner.model.vocab_size
+        return own.tolist() if known else []
+
+    def _kv_options(self, kept: torch.Tensor, row: int, first: FirstPass | None) -> KVOptions:
+        embeds = self.embeds
         return KVOptions(
             embeds=embeds[row, kept] if embeds is not None else None,
             past=self.past if self.past_length else None,
-            first=FirstPass(first, row) if first is not None else None,
-            export=self.batch == 1 and self.returns_cache and bool(kept.all()),
+            first=first,
+            export=self.batch == 1 and self.returns_cache and bool(kept.all()) and not self.has_encoder,
         )
 
     def check_model(self) -> None:
         """Refuse a model that the engine should not even bind."""
-        _require(not self.model.config.is_encoder_decoder, "it is an encoder-decoder model")
         _require(not self.model.training, "it is in training mode (model.eval() leaves it)")
         _require(not self.config.is_assistant)  # an assistant is not meant to be accelerated
         ids = self.input_ids
@@ -151,7 +179,9 @@ class GenerateCall:
         _require(not (config.return_dict_in_generate and config.output_attentions), "attentions are asked for")
         _require(not (config.return_dict_in_generate and config.output_hidden_states), "hidden states are asked for")
         _require(not self.media or support.takes_media, f"{', '.join(self.media)} cannot be fed together with draft tokens")
-        if self.needs_first_pass(lm):
+        if self.has_encoder:
+            self._check_encoder()
+        elif self.needs_first_pass(lm):
             self._check_first_pass()
         _require(
             not runs_second_forward(self.processors), "classifier-free guidance runs the model twice for each token"
@@ -163,11 +193,18 @@ class GenerateCall:
 
     def _check_first_pass(self) -> None:
         _require(not self.past_length, "a prompt with images or audio continues from past_key_values")
-        _require(self.inputs.get("inputs_embeds") is None, "images or audio come together with inputs_embeds")
+        _require(self.embeds is None, "images or audio come together with inputs_embeds")
         positions = self.inputs.get("position_ids")
         if positions is not None and positions.ndim == 3:
             kinds = positions[-3:, :, -1]  # time, height and width; in front of them perhaps those of the text
             _require(bool((kinds == kinds[-1]).all()), "the prompt ends with an image")
+
+    def _check_encoder(self) -> None:
+        known = SUPPORTED_INPUTS | {"encoder_outputs", "decoder_attention_mask"}
+        unknown = [name for name, value in self.inputs.items() if name not in known and value is not None]
+        _require(not unknown, f"{', '.join(unknown)} cannot be fed together with draft tokens")
+        _require(not self.past_length, "an encoder-decoder model continues from past_key_values")
+        _require(self.text_mask is None or bool(self.text_mask.all()), "decoder_attention_mask hides tokens")
 
     def _check_batch(self) -> None:
         _require(
@@ -182,7 +219,7 @@ class GenerateCall:
         )
 
     def _check_cache(self) -> None:
-        past = self.past
+        past = self.past.self_attention_cache if isinstance(self.past, EncoderDecoderCache) else self.past
         _require(past is None or (type(past) is DynamicCache and not past.offloading), "the cache type is unsupported")
         _require(self.batch == 1 or not self.past_length, "a batch continues from past_key_values")
         layers = [layer for layer in past.layers if getattr(layer, "is_initialized", False)] if past is not None else []
@@ -205,7 +242,7 @@ class GenerateCall:
 
     def _prompt(self, row: int) -> tuple[list[int], torch.Tensor]:
         """Return the tokens of a row without its padding, and a mask of the places that are not padding."""
-        mask, embeds = self.inputs.get("attention_mask"), self.inputs.get("inputs_embeds")
+        mask, embeds = self.text_mask, self.embeds
         ids = self.input_ids[row]
         given = embeds.shape[1] if embeds is not None else len(ids)
         length = mask.shape[1] if mask is not None else getattr(self.config, "_mask_length", given)
