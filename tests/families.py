@@ -198,10 +198,7 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_stat
 SHORT_CONV = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
 # Recurrent and hybrid models: chains, with state that is put back and tokens that are fed again.
 RECURRENT: dict[str, dict[str, Any]] = {
-    "mamba": {},
-    "falcon_mamba": {},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2, "state_size": 8},
-    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "use_mamba_kernels": False},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "falcon_h1": MAMBA,
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "full_attention"], "shared_intermediate_size": 48},
@@ -212,28 +209,30 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "ssm_state_size": 8,
         "n_groups": 2,
     },
-    "zamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "n_mamba_heads": 2},
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8},
     "qwen3_next": HYBRID | DELTA,
     "qwen3_5_text": HYBRID | DELTA,
     "qwen3_5_moe_text": HYBRID | DELTA,
     "olmo_hybrid": HYBRID | DELTA,
-    "kimi_linear": HYBRID,
-    "bailing_hybrid": HYBRID,
-    "minimax": {"layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": HYBRID | LATENT,
+    "bailing_hybrid": HYBRID | LATENT,
     "lfm2": SHORT_CONV,
     "lfm2_moe": SHORT_CONV | {"num_dense_layers": 1},
-    "zaya": {},
+    "zaya": {"num_experts_per_tok": 1},
     "inkling_text": {},
 }
 # Attention only, but without masks or positions of our own: chains, one request in a forward pass.
 CHAINS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
-    "doge": {"keep_window_size": WINDOW},
     "roformer": {},
     "trocr": {},
 }
 FALLBACK: dict[str, dict[str, Any]] = {
+    "mamba": {},
+    "falcon_mamba": {},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "use_mamba_kernels": False},
+    "minimax": HYBRID,
+    "doge": {"keep_window_size": WINDOW},
     "rwkv": {},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "moshi": {},

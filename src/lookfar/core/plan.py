@@ -158,6 +158,7 @@ class StepPlan:
         self.requests = requests
         self._trees = trees  # those of the requests, if they lie behind each other already
         self.top_k = top_k  # how many of the most likely tokens to return for each row
+        self.prefills = False  # whether prompts are processed
         self.shared = False  # whether other requests run or wait, so that nothing may stall the step
         self.lengths = list(map(len, requests))
         self.width = max(self.lengths)
@@ -240,6 +241,13 @@ class StepPlan:
             visible[i, :n, :n] = rows.visible
             visible[i, n:] = visible[i, rows.last_row]
         return visible
+
+    def split(self) -> list[StepPlan]:
+        """Return a plan for each request, with as many logits as this one has."""
+        alone = [StepPlan([rows], 0, np.minimum(self.logit_rows, len(rows) - 1)) for rows in self.requests]
+        for plan in alone:
+            plan.prefills = self.prefills
+        return alone
 
     @property
     def is_causal(self) -> bool:

@@ -149,7 +149,12 @@ class RequestState:
     @property
     def is_prefilling(self) -> bool:
         """Whether a prompt is being processed, or as many tokens as if it were one."""
-        return self.num_pending > (MAX_REPLAY if self.replays else 1)
+        return self.num_pending > (MAX_REPLAY if self.replays else 1) or self.num_cached == 0
+
+    @property
+    def prompt_pending(self) -> int:
+        """Tokens of the prompt that are not in the KV cache yet."""
+        return max(len(self.request.prompt) - self.num_cached, 0)
 
     @property
     def num_positions(self) -> int:

@@ -204,7 +204,7 @@ class Scheduler:
                 left -= more
             return order, chunks
         end, widest = start, 0
-        while end < len(order) and order[end].num_pending > 1:
+        while end < len(order) and order[end].is_prefilling:
             widest = max(widest, min(order[end].num_pending, self.prefill_chunk))
             if end > start and widest * (end - start + 1) > self.prefill_chunk:
                 break
@@ -218,7 +218,11 @@ class Scheduler:
         steps than requests or full chunks.
         """
         group = list(takewhile(lambda state: state.is_prefilling, order))[: self.prefill_chunk]
-        chunk = min(self.prefill_chunk // len(group), *(state.num_pending for state in group))
+        pending = [state.prompt_pending or state.num_pending for state in group]
+        chunk = min(self.prefill_chunk // len(group), *pending)
+        if chunk + 1 in pending and chunk > 1:  # a last chunk of one token would run the code for decoding
+            group, chunk = group[:1], min(self.prefill_chunk, pending[0])
+            chunk -= chunk + 1 == pending[0]
         return group, [chunk] * len(group)
 
     def commit(

@@ -40,6 +40,11 @@ def is_recurrent(config: PreTrainedConfig) -> bool:
     return kinds <= {*ATTENTION, *BOTH, LinearAttentionLayer} and not kinds <= set(ATTENTION)
 
 
+def holds_state(layer: Any) -> bool:
+    """Whether a layer of a transformers cache holds recurrent states."""
+    return isinstance(layer, LinearAttentionLayer)
+
+
 class StateLayer(LinearAttentionLayer):
     """The states of one layer for the requests of a step."""
 
@@ -101,8 +106,9 @@ class RecurrentBuffers(SlotBuffers):
 class RecurrentKVCache(SlotKVCache):
     """Slots with recurrent states: a step is kept as a whole or not at all."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, reuse: bool = True) -> None:
         super().__init__()
+        self._reuse = reuse  # whether a state after an answer is that after the same tokens in a prompt
         self.buffers: RecurrentBuffers = RecurrentBuffers(config)
         self._states: States = {}  # committed, [slots, …] each
         self._devices: dict[StateKey, torch.device] = {}  # of states that were there once
@@ -154,7 +160,11 @@ class RecurrentKVCache(SlotKVCache):
         self._in_step = [rows.kv for rows in plan.requests]
         self._width = plan.width
         first = self._slot_of[self._in_step[0]]
-        states = {key: state[first : first + plan.batch].clone() for key, state in self._states.items()}
+        committed = [state[first : first + plan.batch] for state in self._states.values()]
+        copies = [torch.empty_like(state) for state in committed]
+        if copies:
+            torch._foreach_copy_(copies, committed)
+        states = dict(zip(self._states, copies, strict=True))
         self.buffers.set_states(states, continues=bool(plan.num_cached.any()))
         return self.buffers
 
@@ -188,10 +198,12 @@ class RecurrentKVCache(SlotKVCache):
                 if key not in self._states:
                     self._states[key] = _zeros(state, self.slots)
                     self._devices[key] = state.device
-                if len(slots) == 1:
-                    self._states[key][slots[0]] = state[places[0]]
-                else:
-                    self._states[key][slots] = state[places]
+            if len(slots) == slots[-1] - slots[0] + 1 == places[-1] - places[0] + 1:  # neighbours
+                own = [self._states[key][slots[0] : slots[-1] + 1] for key in states]
+                torch._foreach_copy_(own, [state[places[0] : places[-1] + 1] for state in states.values()])
+                continue
+            for key, state in states.items():
+                self._states[key][slots] = state[places]
 
     def _copy(self, source: int, target: int, length: int) -> None:
         self._take_over()
@@ -207,7 +219,7 @@ class RecurrentKVCache(SlotKVCache):
     def free(self, handle: KVHandle, tokens: Seq[int] = ()) -> None:
         self._take_over()
         self._after.pop(handle, None)
-        super().free(handle, tokens)
+        super().free(handle, tokens if self._reuse else ())
 
     def abandon(self) -> None:
         super().abandon()

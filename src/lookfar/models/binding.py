@@ -22,6 +22,7 @@ from lookfar.models.masks import StepMasks, additive
 from lookfar.models.packed_linear import PackedLinears, pack_by_default
 from lookfar.models.source import SourceBatch, measured_source
 from lookfar.models.support import STATE_TYPES, Support, examine
+from lookfar.models.time_steps import decoding, free_time_steps
 from lookfar.models.weight_changes import ModelChange, ModelFingerprint
 
 
@@ -45,6 +46,8 @@ class BoundModel:
         self.support = support or examine(model.config, type(model))
         self._parameters = set(inspect.signature(model.forward).parameters)
         self.cache_argument = "past_key_values" if "past_key_values" in self._parameters else "cache_params"
+        if self.support.recurrent:
+            free_time_steps(model)
         self.attention = _mask_attention(model)
         self._sources = SourceBatch()
         self._shape = self._present_shape()
@@ -97,11 +100,12 @@ class BoundModel:
     def forward(self, plan: StepPlan, cache: SlotKVCache) -> torch.Tensor:
         """Run a step. Returns the logits of the plan's logit rows, [batch, logit rows, vocabulary]."""
         if self.support.one_by_one and plan.batch > 1:
-            alone = [StepPlan([rows], 0, np.minimum(plan.logit_rows, len(rows) - 1)) for rows in plan.requests]
-            return torch.cat([self.forward(one, cache) for one in alone])
+            return torch.cat([self.forward(one, cache) for one in plan.split()])
         writer = cache.writer(plan)
         logit_rows = torch.from_numpy(plan.logit_rows).to(self.device)
         with ExitStack() as during, torch.no_grad(), self.attending(self.attention), self.packed_weights():
+            if self.support.recurrent and not plan.prefills:
+                during.enter_context(decoding())
             arguments: dict[str, Any] = {"logits_to_keep": logit_rows if len(logit_rows) else 1}
             arguments |= self._positions_and_mask(plan, cache.buffers.kv_length, during)
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}

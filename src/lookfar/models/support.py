@@ -21,21 +21,26 @@ from lookfar.models.masks import LayerKind
 
 # How the drafts of a step are verified: as a tree, as one chain, or not at all (transformers decodes).
 Mode = Literal["tree", "chain", "none"]
-# Families whose attention ignores the mask or the positions that it is given. A chain needs neither.
-CHAIN_FAMILIES = {
-    "gpt_neo": "its local layers measure distance by the index in the cache",
-    "doge": "its attention selects keys by a rule of its own",
-}
+# Families whose attention ignores the mask or the positions that it is given; a chain needs neither.
+CHAIN_FAMILIES = {"gpt_neo": "its local layers measure distance by the index in the cache"}
+ONE_TOKEN = "its code continues from a recurrent state with single tokens only"
 LIMITED_EXPERTS = "its experts take a limited number of rows of a step, so draft tokens would change the result"
 FALLBACK_FAMILIES = {
     "nllb-moe": LIMITED_EXPERTS,
     "switch_transformers": LIMITED_EXPERTS,
     "blt": "its patches depend on the tokens around them",
-    "recurrent_gemma": "its modules keep the recurrent state themselves and continue from it with single tokens only",
+    "doge": "its attention selects keys among all tokens of a step, later ones included",
+    "falcon_mamba": ONE_TOKEN,
+    "jamba": ONE_TOKEN,
+    "mamba": ONE_TOKEN,
+    "minimax": "it needs a cache class of its own, whose state cannot be put back",
+    "recurrent_gemma": ONE_TOKEN,
+    "zamba": ONE_TOKEN,
     "rwkv": "its recurrent state is not part of the cache, so it cannot be put back",
     "xlstm": "its recurrent state is not part of the cache, so it cannot be put back",
 }
 BIDIRECTIONAL_PROMPTS = {"paligemma"}
+ONE_BY_ONE = {"mpt", "inkling_text"}  # families with a bias by position that is the same for all texts of a step
 MASK_FUNCTION = {"window": "create_sliding_window_causal_mask", "chunk": "create_chunked_causal_mask"}
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 STATE_TYPES = {"linear_attention", "conv", "moe", "mlp"}  # layers without attention
@@ -88,7 +93,7 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
         "first_pass": config.is_encoder_decoder or config.model_type in BIDIRECTIONAL_PROMPTS,
         "tree_limit": _tree_limit(text),
     }
-    facts["one_by_one"] = text.model_type == "mpt" or (mode == "chain" and not facts["recurrent"])
+    facts["one_by_one"] = text.model_type in ONE_BY_ONE or (mode == "chain" and not facts["recurrent"])
     return Support(config.model_type, mode, reason, **facts)
 
 

@@ -13,6 +13,7 @@ from lookfar.core.plan import RunnerLimits, StepPlan
 from lookfar.kvcache.recurrent import RecurrentKVCache
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
+from lookfar.models.time_steps import has_time_step_limits
 from lookfar.models.weight_changes import ModelChange
 from lookfar.runners.base import PendingStep, StepResult, StepShape
 from lookfar.sampling.sampler import greedy, top_k
@@ -32,7 +33,12 @@ class EagerRunner:
         return RunnerLimits(chain=support.mode == "chain", recurrent=support.recurrent)
 
     def create_cache(self) -> SlotKVCache:
-        return RecurrentKVCache(self.model.model.config) if self.model.support.recurrent else SlotKVCache()
+        if not self.model.support.recurrent:
+            return SlotKVCache()
+        model = self.model.model
+        return RecurrentKVCache(
+            model.config, reuse=not has_time_step_limits(model)
+        )  # a prompt is limited, an answer not
 
     def refresh(self, everything: bool = False) -> ModelChange:
         return self.model.refresh(everything)

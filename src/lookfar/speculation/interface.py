@@ -63,7 +63,11 @@ class SpeculatedRequest(Protocol):
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether those belong to a prompt, and not to the answer."""
+        """Whether a prompt is being processed, or as many tokens as if it were one."""
+
+    @property
+    def prompt_pending(self) -> int:
+        """Tokens of the prompt that are not in the KV cache yet."""
 
     @property
     def remaining(self) -> int:

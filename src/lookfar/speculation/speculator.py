@@ -77,6 +77,7 @@ class Speculator:
         sampled = any(request.sampler.random is not None for request in requests)
         top_k = (SAMPLED_TOP_K if sampled else TOP_K) if wanted else 0
         step.plan = StepPlan(rows, top_k, trees=step.drafts.trees if step.drafts is not None else None)
+        step.plan.prefills = any(request.prompt_pending for request in requests)
         return step.plan
 
     def _prices(self, step: StepRecord) -> Prices:

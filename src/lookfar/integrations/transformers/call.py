@@ -7,13 +7,22 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, EncoderDecoderCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import EosTokenCriteria, GenerationConfig, MaxLengthCriteria
 
 from lookfar.drafters.base import Strategy
 from lookfar.drafters.grammar import forced_text
 from lookfar.engine.request import FirstPass, KVOptions, Request
 from lookfar.errors import CapacityError, ConfigError
+from lookfar.kvcache.recurrent import holds_state
 from lookfar.lm import LM
 from lookfar.models.first_forward import FirstForward
 from lookfar.models.support import takes_media
@@ -24,6 +33,7 @@ from lookfar.sampling.sampler import SamplingParams
 from lookfar.speculation.row_budget import Budget
 
 SUPPORTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep"}
+SUPPORTED_INPUTS |= {"cache_params"}  # the cache of models without attention
 TOKENIZERS = {"tokenizer", "assistant_tokenizer"}  # not for the model: criteria were made with them
 SUPPORTED_INPUTS |= TOKENIZERS
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}  # of multimodal models: 0 is text
@@ -66,15 +76,32 @@ class GenerateCall:
 
     @property
     def past(self) -> Cache | None:
-        return self.inputs.get("past_key_values")
+        return self.inputs.get("past_key_values", self.inputs.get("cache_params"))
+
+    @property
+    def text_past(self) -> Cache | None:
+        """The part of the cache that holds the decoded text."""
+        return self.past.self_attention_cache if isinstance(self.past, EncoderDecoderCache) else self.past
 
     @property
     def past_length(self) -> int:
-        return int(self.past.get_seq_length()) if self.past is not None else 0
+        past = self.text_past
+        attention = past is not None and any(isinstance(layer, CacheLayerMixin) for layer in past.layers)
+        return int(past.get_seq_length()) if past is not None and attention else 0
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the cache holds recurrent states."""
+        return self.text_past is not None and any(holds_state(layer) for layer in self.text_past.layers)
 
     @property
     def returns_cache(self) -> bool:
         return self.config.return_dict_in_generate or getattr(self.past, "_is_user_defined", False)
+
+    @property
+    def exports_cache(self) -> bool:
+        """Whether the KV of a single sequence is copied to the caller's cache; otherwise it is computed again."""
+        return self.returns_cache and not (self.is_recurrent or self.has_encoder)
 
     @property
     def pad_token(self) -> int:
@@ -159,7 +186,7 @@ class GenerateCall:
             embeds=embeds[row, kept] if embeds is not None else None,
             past=self.past if self.past_length else None,
             first=first,
-            export=self.batch == 1 and self.returns_cache and bool(kept.all()) and not self.has_encoder,
+            export=self.batch == 1 and bool(kept.all()) and self.exports_cache,
         )
 
     def check_model(self) -> None:
@@ -219,10 +246,14 @@ class GenerateCall:
         )
 
     def _check_cache(self) -> None:
-        past = self.past.self_attention_cache if isinstance(self.past, EncoderDecoderCache) else self.past
+        past = self.text_past
         _require(past is None or (type(past) is DynamicCache and not past.offloading), "the cache type is unsupported")
         _require(self.batch == 1 or not self.past_length, "a batch continues from past_key_values")
-        layers = [layer for layer in past.layers if getattr(layer, "is_initialized", False)] if past is not None else []
+        if self.is_recurrent and past is not None:
+            begun = any(holds_state(layer) and any(layer.has_previous_state.values()) for layer in past.layers)
+            _require(not (begun or self.past_length), "it continues from a recurrent state")
+            return
+        layers = [layer for layer in past.layers if layer.is_initialized] if past is not None else []
         whole = not self.past_length or all(layer.keys.shape[-2] == self.past_length for layer in layers)
         _require(whole, "its cache keeps only a window of the text")
 
