@@ -17,6 +17,7 @@ from lookfar.errors import ModelError
 from lookfar.kvcache.base import KVState, StateKey, kv_of
 from lookfar.kvcache.recurrent import states_of, whole_cache
 from lookfar.models.source import SourceKV
+from lookfar.models.time_steps import decoding
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,28 @@ class FirstForward:
             prepared = self.model.prepare_inputs_for_generation(self.input_ids, is_first_iteration=True, **inputs)
             logits: torch.Tensor = self.model(**prepared, return_dict=True).logits
         return logits, prepared.get("position_ids")
+
+    def replay(self, cache: Cache, answer: torch.Tensor) -> torch.Tensor:
+        """Run the pass and then an answer, [batch, tokens], with a cache to fill; returns the logits after the prompt
+        and after each of these tokens.
+        """
+        prompt, positions = self.forward(cache)
+        if not answer.shape[1]:
+            return prompt[:, -1:]
+        inputs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        mask = self.inputs.get("attention_mask")
+        if self.model.config.is_encoder_decoder:
+            inputs |= {"decoder_input_ids": answer, "encoder_outputs": self.inputs["encoder_outputs"]}
+        else:
+            inputs["input_ids"] = answer
+            mask = torch.cat([mask, mask.new_ones(answer.shape)], -1) if mask is not None else None
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        if positions is not None:
+            inputs["position_ids"] = positions[..., -1:] + 1 + torch.arange(answer.shape[1], device=positions.device)
+        with torch.no_grad(), decoding():
+            logits: torch.Tensor = self.model(**inputs, return_dict=True).logits
+        return torch.cat([prompt[:, -1:], logits], 1)
 
     def _source(self, cache: Cache, row: int) -> SourceKV | None:
         if not isinstance(cache, EncoderDecoderCache):
