@@ -38,12 +38,18 @@ class FirstForward:
     """
 
     def __init__(
-        self, model: PreTrainedModel, input_ids: torch.Tensor, inputs: Mapping[str, Any], pads: Seq[int]
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        inputs: Mapping[str, Any],
+        pads: Seq[int],
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
         self.input_ids = input_ids  # [batch, length]
         self.inputs = inputs  # as `generate` prepared them
         self.pads = pads  # padding in front of each row
+        self.given = given  # what `generate` would be called with, if that is known
         self._rows: dict[int, PrefilledRow] = {}
 
     def take(self, rows: Seq[int]) -> list[PrefilledRow]:
@@ -122,6 +128,14 @@ def new_cache(model: PreTrainedModel) -> Cache:
     if model.config.is_encoder_decoder:
         return EncoderDecoderCache(DynamicCache(), DynamicCache())
     return whole_cache(model.config)
+
+
+def ends_with_image(positions: torch.Tensor | None) -> bool:
+    """Whether the last positions of prompts differ in time, height and width, so that text cannot simply continue."""
+    if positions is None or positions.ndim != 3:
+        return False
+    last = positions[-3:, :, -1]  # in front of these there may be the positions of text
+    return not bool((last == last[-1]).all())
 
 
 def _offset(positions: torch.Tensor | None, row: int, length: int) -> int:

@@ -66,6 +66,13 @@ class Support:
     tree_limit: int | None = None  # drafts are exact up to this length; longer requests use the fallback
 
     @property
+    def why_not_flat(self) -> str:
+        """Why the rows of several requests cannot lie side by side; empty if they can."""
+        if self.encoder_decoder:
+            return "its decoder also reads a source"
+        return "its attention adds a bias by position" if self.alibi else ""
+
+    @property
     def trees(self) -> bool:
         """Whether draft trees can be verified with this model."""
         return self.mode == "tree"
