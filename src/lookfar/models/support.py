@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
+import transformers
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from lookfar.errors import ModelError
 from lookfar.kvcache.recurrent import is_recurrent
@@ -19,6 +20,13 @@ from lookfar.models.alibi import uses_alibi
 from lookfar.models.decoder_positions import EMBEDDED, RELATIVE
 from lookfar.models.masks import LayerKind
 
+# Where the class of a model is looked up: with images and audio before without, so that nothing is left out.
+AUTO_CLASSES = (
+    "AutoModelForMultimodalLM",
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+)
 # How the drafts of a step are verified: as a tree, as one chain, or not at all (transformers decodes).
 Mode = Literal["tree", "chain", "none"]
 # Families whose attention ignores the mask or the positions that it is given; a chain needs neither.
@@ -86,7 +94,7 @@ class Support:
 def examine(config: PreTrainedConfig, model_class: type | None = None) -> Support:
     """Examine a config; raises `ModelError` if it is not one of a causal language model."""
     text = config.get_text_config(decoder=True)
-    model_class = model_class or causal_class(config)
+    model_class = model_class or loaded_class(config)[1]
     by_layer_type, kinds = _layer_kinds(text, _code(text, model_class))
     mode, reason = _mode(config, text, model_class, kinds)
     facts: dict[str, Any] = {
@@ -112,22 +120,22 @@ def _code(text: PreTrainedConfig, model_class: type) -> list[ModuleType]:
     return [sys.modules[one.__module__] for one in classes]
 
 
-def causal_class(config: PreTrainedConfig) -> type:
-    """Return the class that transformers loads for this config."""
+def loaded_class(config: PreTrainedConfig) -> tuple[Any, type]:
+    """Return the auto class that loads a model of this config, and the class of that model."""
     auto_map = getattr(config, "auto_map", None) or {}
-    if "AutoModelForCausalLM" in auto_map:
+    if any(name in auto_map for name in AUTO_CLASSES):
         raise ModelError(
             f"{config.model_type} brings its own code: "
             "load it with transformers and pass it to lookfar.LM(model, tokenizer)."
         )
-    try:
-        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError:
-        raise ModelError(
-            f"transformers has no causal language model for {config.model_type!r}: give a text-generation model."
-        ) from None
-    causal: type = found[0] if isinstance(found, tuple) else found
-    return causal
+    for name in AUTO_CLASSES:
+        auto = getattr(transformers, name)
+        if type(config) in auto._model_mapping:
+            found = auto._model_mapping[type(config)]
+            return auto, found[0] if isinstance(found, tuple) else found
+    raise ModelError(
+        f"transformers has no language model for {config.model_type!r}: give a model that generates text."
+    )
 
 
 def _mode(
@@ -222,7 +230,7 @@ def _unmasked(kinds: dict[str, LayerKind], text: PreTrainedConfig, model_class: 
 def _max_positions(text: PreTrainedConfig) -> int | None:
     if text.model_type in RELATIVE:
         return None
-    for name in ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+    for name in ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
             return value
