@@ -51,6 +51,7 @@ class Support:
     by_layer_type: bool = False  # the model takes one mask for each layer type
     alibi: bool = False
     recurrent: bool = False  # its cache holds state that is put back and replayed after a rejected draft
+    counts_padding: bool = False  # positions are counted in the cache, so that padding on the left shifts them
     one_by_one: bool = False  # a forward pass takes one request only
     max_positions: int | None = None  # None: no limit
     tree_limit: int | None = None  # drafts are exact up to this length; longer requests use the fallback
@@ -82,6 +83,7 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
         "max_positions": _max_positions(text),
         "tree_limit": _tree_limit(text),
     }
+    facts["counts_padding"] = not (facts["alibi"] or facts["recurrent"] or _takes_positions(model_class))
     facts["one_by_one"] = text.model_type in ONE_BY_ONE or (mode == "chain" and not facts["recurrent"])
     return Support(config.model_type, mode, reason, **facts)
 
@@ -122,7 +124,11 @@ def _mode(
     for family in families:
         if family in CHAIN_FAMILIES:
             return "chain", CHAIN_FAMILIES[family]
-    return _mode_of_cache(config, kinds, model_class, "position_ids" in parameters or uses_alibi(text))
+    return _mode_of_cache(config, kinds, model_class, _takes_positions(model_class) or uses_alibi(text))
+
+
+def _takes_positions(model_class: type) -> bool:
+    return "position_ids" in inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
 
 
 def _mode_of_cache(

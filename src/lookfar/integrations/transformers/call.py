@@ -79,6 +79,8 @@ class GenerateCall:
         requests = []
         for row in range(self.batch):
             prompt, kept = self._prompt(row)
+            counted = lm.engine.runner.model.support.counts_padding
+            _require(not counted or bool(kept.all()), "padding shifts its positions")
             sampling = self._sampling(row, noise)
             request = Request(
                 prompt,
