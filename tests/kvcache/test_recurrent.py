@@ -23,8 +23,8 @@ def feed(cache: RecurrentKVCache, *fed: tuple[int, int, list[int]]) -> list[floa
     """A forward pass whose state is the sum of all tokens; returns the state that each request began with."""
     plan = StepPlan([RequestPlan(np.array(tokens), cached, handle) for handle, cached, tokens in fed])
     writer = cache.writer(plan)
-    before = writer.get_recurrent_state(0)
-    before = None if before is None else before.clone()
+    layer = writer.layers[0]
+    before = layer.recurrent_states[0].clone() if layer.has_previous_state[0] else None
     sums = torch.tensor([[float(sum(tokens))] for _, _, tokens in fed])
     writer.update_conv_state(
         torch.tensor([[tokens] for _, _, tokens in fed], dtype=torch.float32), 0, conv_kernel_size=2
