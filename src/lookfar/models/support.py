@@ -66,6 +66,7 @@ class Support:
     by_layer_type: bool = False  # the model takes one mask for each layer type
     alibi: bool = False
     recurrent: bool = False  # its cache holds state that is put back and replayed after a rejected draft
+    counts_padding: bool = False  # positions are counted in the cache, so that padding on the left shifts them
     one_by_one: bool = False  # a forward pass takes one request only
     max_positions: int | None = None  # None: no limit
     encoder_decoder: bool = False
@@ -108,6 +109,7 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
         "first_pass": config.is_encoder_decoder or config.model_type in BIDIRECTIONAL_PROMPTS,
         "tree_limit": _tree_limit(text),
     }
+    facts["counts_padding"] = not (facts["alibi"] or facts["recurrent"] or _takes_positions(model_class))
     facts["one_by_one"] = text.model_type in ONE_BY_ONE or (mode == "chain" and not facts["recurrent"])
     return Support(config.model_type, mode, reason, **facts)
 
@@ -156,8 +158,12 @@ def _mode(
     for family in families:
         if family in CHAIN_FAMILIES:
             return "chain", CHAIN_FAMILIES[family]
-    takes_positions = "position_ids" in parameters or uses_alibi(text) or config.model_type in EMBEDDED | RELATIVE
+    takes_positions = _takes_positions(model_class) or uses_alibi(text) or config.model_type in EMBEDDED | RELATIVE
     return _mode_of_cache(config, kinds, model_class, takes_positions)
+
+
+def _takes_positions(model_class: type) -> bool:
+    return "position_ids" in inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
 
 
 def _mode_of_cache(

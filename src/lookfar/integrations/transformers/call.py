@@ -127,7 +127,9 @@ class GenerateCall:
         prompts = [self._prompt(row) for row in range(self.batch)]
         first = self._first_forward([kept for _, kept in prompts]) if self.needs_first_pass(lm) else None
         requests = []
+        counted = lm.engine.runner.model.support.counts_padding
         for row, (prompt, kept) in enumerate(prompts):
+            _require(not counted or bool(kept.all()), "padding shifts its positions")
             sampling, source = self._sampling(row, noise), self._source(row, lm)
             request = Request(
                 source + prompt,
