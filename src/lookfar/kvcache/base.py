@@ -107,6 +107,8 @@ class KVCache(ABC):
 
 def kv_of(past: Cache) -> KVState:
     """Return the keys and values of a transformers cache; recurrent layers have none."""
-    kv = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in past.layers]
-    layers = [None if keys is None or not keys.numel() else (keys, values) for keys, values in kv]
+    layers = [
+        (layer.keys, layer.values) if getattr(layer, "keys", None) is not None and layer.keys.numel() else None
+        for layer in past.layers
+    ]
     return KVState(layers, max((kv[0].shape[-2] for kv in layers if kv is not None), default=0))

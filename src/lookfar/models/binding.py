@@ -50,6 +50,8 @@ class BoundModel:
             free_time_steps(model)
         self.attention = _mask_attention(model)
         self._sources = SourceBatch()
+        self.first_pass_checked = False
+        self.first_pass_refused = ""  # why transformers has to decode prompts with images or a source
         self._shape = self._present_shape()
         self.fingerprint = ModelFingerprint.of(model)
 

@@ -34,6 +34,7 @@ CHAIN_FAMILIES = {"gpt_neo": "its local layers measure distance by the index in 
 ONE_TOKEN = "its code continues from a recurrent state with single tokens only"
 LIMITED_EXPERTS = "its experts take a limited number of rows of a step, so draft tokens would change the result"
 FALLBACK_FAMILIES = {
+    "mllama": "its cross-attention layers read the image in every step",
     "nllb-moe": LIMITED_EXPERTS,
     "switch_transformers": LIMITED_EXPERTS,
     "blt": "its patches depend on the tokens around them",
@@ -135,9 +136,7 @@ def loaded_class(config: PreTrainedConfig) -> tuple[Any, type]:
         if type(config) in auto._model_mapping:
             found = auto._model_mapping[type(config)]
             return auto, found[0] if isinstance(found, tuple) else found
-    raise ModelError(
-        f"transformers has no language model for {config.model_type!r}: give a model that generates text."
-    )
+    raise ModelError(f"transformers has no language model for {config.model_type!r}: give a model that generates text.")
 
 
 def _mode(
@@ -236,7 +235,14 @@ def _unmasked(kinds: dict[str, LayerKind], text: PreTrainedConfig, model_class: 
 def _max_positions(text: PreTrainedConfig) -> int | None:
     if text.model_type in RELATIVE:
         return None
-    for name in ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+    for name in (
+        "max_target_positions",
+        "max_decoder_position_embeddings",
+        "max_position_embeddings",
+        "n_positions",
+        "max_seq_len",
+        "n_ctx",
+    ):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
             return value
