@@ -19,14 +19,14 @@ StateKey = tuple[int, str, int]  # layer, conv_states or recurrent_states, index
 class KVState:
     """What the cache holds of one request."""
 
-    # For each layer keys and values, [1, heads, positions, head_dim]; None for a layer without.
-    layers: list[tuple[torch.Tensor, torch.Tensor] | None]
+    # For each layer keys, values, perhaps keys of an indexer, [1, heads, positions, dim]; None for a layer without.
+    layers: list[tuple[torch.Tensor, ...] | None]
     length: int  # tokens
     recurrent: Mapping[StateKey, torch.Tensor] = field(default_factory=dict)  # recurrent states, [1, …]
 
     def to_host(self) -> KVState:
         """Return a copy in host memory."""
-        layers = [None if kv is None else (kv[0].cpu(), kv[1].cpu()) for kv in self.layers]
+        layers = [None if kv is None else tuple(part.cpu() for part in kv) for kv in self.layers]
         return KVState(layers, self.length, {key: state.cpu() for key, state in self.recurrent.items()})
 
 
@@ -103,7 +103,10 @@ class KVCache(ABC):
 
 def kv_of(past: Cache) -> KVState:
     """Return the contents of a transformers cache of one sequence, which has no recurrent layers."""
-    layers = [
-        (layer.keys, layer.values) if layer.is_initialized and layer.keys.shape[-2] else None for layer in past.layers
-    ]
+    layers: list[tuple[torch.Tensor, ...] | None] = []
+    for layer in past.layers:
+        used = layer.is_initialized and layer.keys.shape[-2]
+        indexer = getattr(layer, "indexer_keys", None)
+        own = (layer.keys, layer.values) if indexer is None else (layer.keys, layer.values, indexer[:, None])
+        layers.append(own if used else None)
     return KVState(layers, max((kv[0].shape[-2] for kv in layers if kv is not None), default=0))

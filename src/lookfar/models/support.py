@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lookfar.errors import ModelError
@@ -35,7 +35,7 @@ FALLBACK_FAMILIES = {
 }
 ONE_BY_ONE = {"mpt", "inkling_text"}  # families with a bias by position that is the same for all texts of a step
 MASK_FUNCTION = {"window": "create_sliding_window_causal_mask", "chunk": "create_chunked_causal_mask"}
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
 STATE_TYPES = {"linear_attention", "conv", "moe", "mlp"}  # layers without attention
 HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # attention beside a state
 
@@ -55,6 +55,11 @@ class Support:
     one_by_one: bool = False  # a forward pass takes one request only
     max_positions: int | None = None  # None: no limit
     tree_limit: int | None = None  # drafts are exact up to this length; longer requests use the fallback
+
+    @property
+    def indexed(self) -> bool:
+        """Whether layers choose keys by an indexer, which reads the mask itself."""
+        return "indexed_attention" in self.kinds
 
     @property
     def trees(self) -> bool:
@@ -138,7 +143,7 @@ def _mode_of_cache(
     if is_recurrent(config):
         return "chain", "its recurrent state cannot be rolled back to a branch of a tree"
     for layer in DynamicCache(config=config).layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer):
             return "none", f"its cache has layers of the type {type(layer).__name__}, which cannot be rolled back"
     others = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - set(LAYER_TYPES)
     if others:

@@ -34,6 +34,8 @@ def why_not_flat(model: BoundModel) -> str:
         return "it is not on a CPU"
     if model.support.alibi:
         return "its attention adds a bias by position"
+    if model.support.indexed:
+        return "its indexer reads the mask"
     return ""
 
 

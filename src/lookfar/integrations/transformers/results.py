@@ -72,7 +72,9 @@ def _fill_cache(call: GenerateCall, results: list[RequestResult], ids: torch.Ten
     if results[0].exported is not None:
         for layer, kv in enumerate(results[0].exported.layers):
             if kv is not None:
-                cache.update(*kv, layer)
+                cache.update(*kv[:2], layer)
+                if len(kv) > 2:
+                    cache.update_indexer(kv[2][:, 0], layer)
         return None
     return _forward(call, ids[:, :-1], steps, cache)
 
