@@ -166,9 +166,6 @@ def _offset(positions: torch.Tensor | None, row: int, length: int) -> int:
 
 def _row_of(kv: KVState, row: int, start: int, states: Mapping[StateKey, torch.Tensor] | None = None) -> KVState:
     """Return one row of the KV of a batch, from position `start` on, and of its recurrent states."""
-    layers = [
-        None if layer is None else (layer[0][row : row + 1, :, start:], layer[1][row : row + 1, :, start:])
-        for layer in kv.layers
-    ]
+    layers = [None if layer is None else tuple(part[row : row + 1, :, start:] for part in layer) for layer in kv.layers]
     own_states = {key: state[row : row + 1].clone() for key, state in (states or {}).items()}  # updated in place
     return KVState(layers, kv.length - start, own_states)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import transformers
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from lookfar.errors import ModelError
@@ -51,7 +51,7 @@ FALLBACK_FAMILIES = {
 BIDIRECTIONAL_PROMPTS = {"paligemma"}
 ONE_BY_ONE = {"mpt", "inkling_text"}  # families with a bias by position that is the same for all texts of a step
 MASK_FUNCTION = {"window": "create_sliding_window_causal_mask", "chunk": "create_chunked_causal_mask"}
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
 STATE_TYPES = {"linear_attention", "conv", "moe", "mlp"}  # layers without attention
 HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # attention beside a state
 
@@ -80,7 +80,14 @@ class Support:
         """Why the rows of several requests cannot lie side by side; empty if they can."""
         if self.encoder_decoder:
             return "its decoder also reads a source"
+        if self.indexed:
+            return "its indexer reads the mask"
         return "its attention adds a bias by position" if self.alibi else ""
+
+    @property
+    def indexed(self) -> bool:
+        """Whether layers choose keys by an indexer, which reads the mask itself."""
+        return "indexed_attention" in self.kinds
 
     @property
     def trees(self) -> bool:
@@ -172,7 +179,7 @@ def _mode_of_cache(
     if is_recurrent(config):
         return "chain", "its recurrent state cannot be rolled back to a branch of a tree"
     for layer in DynamicCache(config=config).layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer):
             return "none", f"its cache has layers of the type {type(layer).__name__}, which cannot be rolled back"
     others = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - set(LAYER_TYPES)
     if others:

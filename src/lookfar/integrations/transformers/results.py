@@ -75,7 +75,9 @@ def _fill_cache(
     if results[0].exported is not None:
         for layer, kv in enumerate(results[0].exported.layers):
             if kv is not None:
-                cache.update(*kv, layer)
+                cache.update(*kv[:2], layer)
+                if len(kv) > 2:
+                    cache.update_indexer(kv[2][:, 0], layer)
         return None
     return _all_logits(call, ids, cache, first)
 
