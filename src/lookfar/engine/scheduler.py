@@ -23,6 +23,7 @@ class StepBatch:
     requests: list[RequestState]
     chunks: list[int]
     started: float
+    others_wait: bool = False  # for a place in the batch
     seconds: float = 0.0
     host_seconds: float = 0.0
 
@@ -102,7 +103,7 @@ class Scheduler:
         self._admit()
         self._grow_cache()
         requests, chunks = self._next_group(limits) if self.running else ([], [])
-        return StepBatch(requests, chunks, started)
+        return StepBatch(requests, chunks, started, bool(self.waiting or self.paused))
 
     def _admit(self) -> None:
         if not (self.waiting or self.retrying):
