@@ -30,6 +30,8 @@ class RunnerLimits:
     rows: int | None = None  # the most rows of all requests together; None: no limit
     depth: int | None = None  # the deepest draft tree; None: no limit
     padded: bool = True  # every request is padded to the widest; False: rows lie side by side
+    chain: bool = False  # drafts are verified as one chain for each request, not as a tree
+    recurrent: bool = False  # a step is kept as a whole or not at all, so padding and prefills with drafts cost more
     captured: bool = False  # steps are captured for a few numbers of rows, and compute the next larger one
 
 
@@ -157,6 +159,7 @@ class StepPlan:
         self.requests = requests
         self._trees = trees  # those of the requests, if they lie behind each other already
         self.top_k = top_k  # how many of the most likely tokens to return for each row
+        self.prefills = False  # whether prompts are processed
         self.shared = False  # whether other requests run or wait, so that nothing may stall the step
         self.lengths = list(map(len, requests))
         self.width = max(self.lengths)
@@ -234,6 +237,13 @@ class StepPlan:
             visible[i, :n, :n] = rows.visible
             visible[i, n:] = visible[i, rows.last_row]
         return visible
+
+    def split(self) -> list[StepPlan]:
+        """Return a plan for each request, with as many logits as this one has."""
+        alone = [StepPlan([rows], 0, np.minimum(self.logit_rows, len(rows) - 1)) for rows in self.requests]
+        for plan in alone:
+            plan.prefills = self.prefills
+        return alone
 
     @property
     def is_causal(self) -> bool:

@@ -171,6 +171,6 @@ class Engine:
         check_request(request, self.runner, self.max_length)
 
     def can_speculate(self, request: Request) -> bool:
-        """Whether draft trees for this request are verified exactly; transformers decodes other requests."""
+        """Whether drafts for this request are verified exactly; transformers decodes other requests."""
         support = self.runner.model.support
-        return support.trees and (support.tree_limit is None or request.max_positions <= support.tree_limit)
+        return support.drafts and (support.tree_limit is None or request.max_positions <= support.tree_limit)

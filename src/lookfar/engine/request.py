@@ -21,6 +21,7 @@ from lookfar.speculation.row_budget import Budget, max_draft_rows
 
 FinishReason = Literal["stop", "length"]
 ROOM = 4096  # KV positions for the answer that are reserved at once; the KV cache grows with longer answers
+MAX_REPLAY = 128  # tokens that are fed again together with drafts; more are processed like a prompt
 PREDICTED_PROMPT = 128  # prompt rows whose predictions drafters get, or as many as the request may emit
 
 
@@ -74,6 +75,7 @@ class RequestState:
         self.index = index  # its place among the requests of one call
         self.ids = list(request.prompt)
         self.num_cached = 0
+        self.replays = False  # its pending tokens were verified before: a recurrent state was put back
         self.kv = -1  # its handle in the KV cache
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
@@ -108,6 +110,16 @@ class RequestState:
     @property
     def num_pending(self) -> int:
         return len(self.ids) - self.num_cached
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a prompt is being processed, or as many tokens as if it were one."""
+        return self.num_pending > (MAX_REPLAY if self.replays else 1) or self.num_cached == 0
+
+    @property
+    def prompt_pending(self) -> int:
+        """Tokens of the prompt that are not in the KV cache yet."""
+        return max(len(self.request.prompt) - self.num_cached, 0)
 
     @property
     def num_positions(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from copy import copy
 from dataclasses import dataclass
+from itertools import takewhile
 from time import perf_counter
 
 from lookfar.core.plan import RunnerLimits, StepPlan
@@ -76,8 +77,7 @@ class Scheduler:
         for state in self._take_waiting(handle):
             self.paused[handle] = state
         for state in [state for state in self.running.values() if state.handle == handle]:
-            kv = self.cache.export_kv(state.kv, 0, state.num_cached)
-            state.swapped = [None if layer is None else (layer[0].cpu(), layer[1].cpu()) for layer in kv]
+            state.swapped = self.cache.export_kv(state.kv, 0, state.num_cached).to_host()
             self._release(state)
             self.paused[handle] = state
 
@@ -180,9 +180,11 @@ class Scheduler:
         rows that decoding leaves, in order. Otherwise only requests that prefill, as many as fit one padded block.
         """
         order = [self.running[handle] for handle in self.cache.order]
-        start = next((i for i, state in enumerate(order) if len(state.ids) - state.num_cached > 1), None)
+        start = next((i for i, state in enumerate(order) if state.is_prefilling), None)
         if start is None:
-            return order, [1] * len(order)
+            return order, [state.num_pending for state in order]
+        if limits.recurrent:
+            return self._equal_chunks(order[start:])
         flat = not limits.padded and all(state.embeds is None for state in order)
         room = self.prefill_chunk + len(order) if limits.rows is None else limits.rows
         if flat and room >= len(order):
@@ -193,12 +195,26 @@ class Scheduler:
                 left -= more
             return order, chunks
         end, widest = start, 0
-        while end < len(order) and order[end].num_pending > 1:
+        while end < len(order) and order[end].is_prefilling:
             widest = max(widest, min(order[end].num_pending, self.prefill_chunk))
             if end > start and widest * (end - start + 1) > self.prefill_chunk:
                 break
             end += 1
         return order[start:end], [self.prefill_chunk] * (end - start)
+
+    def _equal_chunks(self, order: list[RequestState]) -> tuple[list[RequestState], list[int]]:
+        """Pick requests that prefill, from the first on, and the same number of tokens for each.
+
+        Padding would enter a recurrent state. Each step ends the shortest prompt at the least, so there are no more
+        steps than requests or full chunks.
+        """
+        group = list(takewhile(lambda state: state.is_prefilling, order))[: self.prefill_chunk]
+        pending = [state.prompt_pending or state.num_pending for state in group]
+        chunk = min(self.prefill_chunk // len(group), *pending)
+        if chunk + 1 in pending and chunk > 1:  # a last chunk of one token would run the code for decoding
+            group, chunk = group[:1], min(self.prefill_chunk, pending[0])
+            chunk -= chunk + 1 == pending[0]
+        return group, [chunk] * len(group)
 
     def commit(
         self, batch: StepBatch, plan: StepPlan, walks: list[Walk | None], result: StepResult
@@ -210,7 +226,9 @@ class Scheduler:
                 if walk is not None:
                     accepted = [pending + node for node in walk.nodes]
                     state.stats.rows += length - pending + 1
+                    state.stats.replayed_rows += (pending - 1) * state.replays
                 state.num_cached = self.cache.commit(state.kv, pending, accepted)
+                state.replays = walk is not None
         for state in reversed([state for state in batch.requests if state.is_finished]):
             if state.request.kv.export and state.error is None:
                 # The caller's own cache still holds what came from it; the last token was never fed.
@@ -288,7 +306,7 @@ class Scheduler:
         self.cache.abandon()
         self.running.clear()
         for state in running:
-            state.kv, state.num_cached = -1, 0
+            state.kv, state.num_cached, state.replays = -1, 0, False
         return running
 
     def take_ended(self) -> list[StepOutput]:

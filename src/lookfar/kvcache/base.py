@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
 
 import torch
 from transformers import Cache
@@ -11,16 +12,30 @@ from transformers import Cache
 from lookfar.core.plan import StepPlan
 
 KVHandle = int
-# The KV of one request, for each layer keys and values, [1, heads, positions, head_dim]; None for an unused layer.
-KVState = list[tuple[torch.Tensor, torch.Tensor] | None]
+StateKey = tuple[int, str, int]  # layer, conv_states or recurrent_states, index of the state
+
+
+@dataclass(frozen=True)
+class KVState:
+    """What the cache holds of one request."""
+
+    # For each layer keys and values, [1, heads, positions, head_dim]; None for a layer without.
+    layers: list[tuple[torch.Tensor, torch.Tensor] | None]
+    length: int  # tokens
+    recurrent: Mapping[StateKey, torch.Tensor] = field(default_factory=dict)  # recurrent states, [1, …]
+
+    def to_host(self) -> KVState:
+        """Return a copy in host memory."""
+        layers = [None if kv is None else (kv[0].cpu(), kv[1].cpu()) for kv in self.layers]
+        return KVState(layers, self.length, {key: state.cpu() for key, state in self.recurrent.items()})
 
 
 class KVCache(ABC):
     """The KV of the running requests.
 
-    A step writes its rows behind the committed positions of their requests; `commit` then keeps the accepted ones. An
-    implementation may keep other per-request state the same way: `commit` returns how many tokens are really cached,
-    and the engine feeds the rest again.
+    A step writes its rows behind the committed positions of their requests; `commit` then keeps the accepted ones.
+    `commit` returns how many tokens are really cached, and the engine feeds the rest again: a cache with recurrent
+    state keeps all rows of a step or none.
     """
 
     @property
@@ -87,7 +102,8 @@ class KVCache(ABC):
 
 
 def kv_of(past: Cache) -> KVState:
-    """Return the contents of a transformers cache of one sequence."""
-    return [
+    """Return the contents of a transformers cache of one sequence, which has no recurrent layers."""
+    layers = [
         (layer.keys, layer.values) if layer.is_initialized and layer.keys.shape[-2] else None for layer in past.layers
     ]
+    return KVState(layers, max((kv[0].shape[-2] for kv in layers if kv is not None), default=0))

@@ -18,7 +18,7 @@ from lookfar.core.ids import common_prefix
 from lookfar.core.plan import StepPlan
 from lookfar.errors import CapacityError
 from lookfar.kvcache.base import KVCache, KVHandle, KVState
-from lookfar.kvcache.slot_buffers import SlotBuffers
+from lookfar.kvcache.slot_buffers import SlotBuffers, SlotLayer
 
 # (slots, length, most slots) → the slots and the length to allocate.
 Sizing = Callable[[int, int, int], tuple[int, int]]
@@ -193,21 +193,22 @@ class SlotKVCache(KVCache):
     def export_kv(self, handle: KVHandle, start: int, end: int) -> KVState:
         self.apply_moves()
         slot, positions = self._slot_of[handle], slice(start, end)
-        return [
+        layers = [
             (layer.keys[slot, None, :, positions].clone(), layer.values[slot, None, :, positions].clone())
-            if layer.is_initialized
+            if isinstance(layer, SlotLayer) and layer.is_initialized
             else None
             for layer in self.buffers.layers
         ]
+        return KVState(layers, end - start)
 
     def import_kv(self, handle: KVHandle, state: KVState) -> int:
         self.apply_moves()
-        slot, length = self._slot_of[handle], 0
-        for index, kv in enumerate(state):
+        slot, length = self._slot_of[handle], state.length
+        for index, kv in enumerate(state.layers):
             if kv is None:
                 continue
             keys, values = kv
-            layer, length = self.buffers.layer(index), keys.shape[-2]
+            layer = self.buffers.layer(index)
             if not layer.is_initialized:
                 layer.lazy_initialization(keys, values)
             layer.keys[slot, :, :length], layer.values[slot, :, :length] = keys[0], values[0]

@@ -18,7 +18,8 @@ from lookfar.models.alibi import positions_as_bias
 from lookfar.models.attention_name import attention_replaced, own_attention
 from lookfar.models.masks import StepMasks, additive
 from lookfar.models.packed_linear import PackedLinears, pack_by_default
-from lookfar.models.support import Support, examine
+from lookfar.models.support import STATE_TYPES, Support, examine
+from lookfar.models.time_steps import decoding, free_time_steps
 from lookfar.models.weight_changes import ModelChange, ModelFingerprint
 
 
@@ -41,6 +42,9 @@ class BoundModel:
         self._packed = PackedLinears(model) if (pack_by_default(model) if pack is None else pack) else None
         self.support = support or examine(model.config, type(model))
         self._parameters = set(inspect.signature(model.forward).parameters)
+        self.cache_argument = "past_key_values" if "past_key_values" in self._parameters else "cache_params"
+        if self.support.recurrent:
+            free_time_steps(model)
         self.attention = _mask_attention(model)
         self._shape = self._present_shape()
         self.fingerprint = ModelFingerprint.of(model)
@@ -86,17 +90,18 @@ class BoundModel:
     def forward(self, plan: StepPlan, cache: SlotKVCache) -> torch.Tensor:
         """Run a step. Returns the logits of the plan's logit rows, [batch, logit rows, vocabulary]."""
         if self.support.one_by_one and plan.batch > 1:
-            alone = [StepPlan([rows], 0, np.minimum(plan.logit_rows, len(rows) - 1)) for rows in plan.requests]
-            return torch.cat([self.forward(one, cache) for one in alone])
+            return torch.cat([self.forward(one, cache) for one in plan.split()])
         writer = cache.writer(plan)
         logit_rows = torch.from_numpy(plan.logit_rows).to(self.device)
         with ExitStack() as during, torch.no_grad(), self.attending(self.attention), self.packed_weights():
-            arguments = {"logits_to_keep": logit_rows if len(logit_rows) else 1}
+            if self.support.recurrent and not plan.prefills:
+                during.enter_context(decoding())
+            arguments: dict[str, Any] = {"logits_to_keep": logit_rows if len(logit_rows) else 1}
             arguments |= self._positions_and_mask(plan, cache.buffers.kv_length, during)
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}
-            logits: torch.Tensor = self.model(
-                **self._inputs(plan), past_key_values=writer, use_cache=True, return_dict=True, **arguments
-            ).logits
+            arguments[self.cache_argument] = writer
+            arguments |= self._inputs(plan)
+            logits: torch.Tensor = self.model(use_cache=True, return_dict=True, **arguments).logits
         return logits if "logits_to_keep" in arguments else logits[:, logit_rows.to(logits.device)]
 
     def packed_weights(self) -> AbstractContextManager[None]:
@@ -127,8 +132,11 @@ class BoundModel:
 
     def _positions_and_mask(self, plan: StepPlan, kv_length: int, during: ExitStack) -> dict[str, Any]:
         """Return positions and masks. A causal step gets no mask: the model masks it as in its own `generate`."""
-        if plan.is_causal:
-            return {"position_ids": torch.from_numpy(plan.positions).to(self.device)}
+        if plan.is_causal or (self.support.mode == "chain" and self._is_one_block(plan, kv_length)):
+            positions = torch.from_numpy(plan.num_cached[:, None] + np.arange(plan.width))
+            if self.support.max_positions is not None:
+                positions = positions.clamp(max=self.support.max_positions - 1)  # padding may reach further
+            return {"position_ids": positions.to(self.device)}
         masks = StepMasks(plan, kv_length, self.device)
         positions = masks.query_positions
         if self.support.max_positions is not None:
@@ -137,9 +145,23 @@ class BoundModel:
         if self.support.alibi:
             during.enter_context(positions_as_bias(self.model, masks))
             return {"position_ids": positions}
-        by_kind = {name: self._as_argument(masks.of(kind)) for name, kind in self.support.kinds.items()}
+        by_kind: dict[str, torch.Tensor | None] = {
+            name: self._as_argument(masks.of(kind)) for name, kind in self.support.kinds.items()
+        }
+        if self.support.recurrent:
+            by_kind |= dict.fromkeys(STATE_TYPES)  # padding stands behind all other rows of a state
         mask = by_kind if self.support.by_layer_type else next(iter(by_kind.values()))
         return {"position_ids": positions, "attention_mask": mask}
+
+    def _is_one_block(self, plan: StepPlan, kv_length: int) -> bool:
+        """Whether a step with chains needs no mask: all texts have one length, or no layer looks at other tokens.
+
+        Padding stands behind all other rows, which do not see it.
+        """
+        if not self.support.kinds:
+            return True
+        one_length = bool((plan.num_cached == plan.num_cached[0]).all())
+        return one_length and kv_length == plan.num_cached[0] + plan.width
 
     def _as_argument(self, mask: torch.Tensor) -> torch.Tensor:
         return mask if self.attention == "sdpa" else additive(mask, self.model.dtype)
@@ -166,7 +188,7 @@ class BoundModel:
 
     def refuse(self, reason: str) -> None:
         """Give up speculation for this model."""
-        self.support = replace(self.support, reason=reason)
+        self.support = replace(self.support, mode="none", reason=reason)
 
     @property
     def has_experts(self) -> bool:

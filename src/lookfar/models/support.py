@@ -5,43 +5,66 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lookfar.errors import ModelError
+from lookfar.kvcache.recurrent import is_recurrent
 from lookfar.models.alibi import uses_alibi
 from lookfar.models.masks import LayerKind
 
-# Families whose attention ignores the mask or the positions that it is given.
+# How the drafts of a step are verified: as a tree, as one chain, or not at all (transformers decodes).
+Mode = Literal["tree", "chain", "none"]
+# Families whose attention ignores the mask or the positions that it is given; a chain needs neither.
+CHAIN_FAMILIES = {"gpt_neo": "its local layers measure distance by the index in the cache"}
+ONE_TOKEN = "its code continues from a recurrent state with single tokens only"
 FALLBACK_FAMILIES = {
-    "gpt_neo": "its local layers measure distance by the index in the cache",
-    "doge": "its attention selects keys by a rule of its own",
     "blt": "its patches depend on the tokens around them",
+    "doge": "its attention selects keys among all tokens of a step, later ones included",
+    "falcon_mamba": ONE_TOKEN,
+    "jamba": ONE_TOKEN,
+    "mamba": ONE_TOKEN,
+    "minimax": "it needs a cache class of its own, whose state cannot be put back",
+    "recurrent_gemma": ONE_TOKEN,
+    "zamba": ONE_TOKEN,
+    "rwkv": "its recurrent state is not part of the cache, so it cannot be put back",
+    "xlstm": "its recurrent state is not part of the cache, so it cannot be put back",
 }
+ONE_BY_ONE = {"mpt", "inkling_text"}  # families with a bias by position that is the same for all texts of a step
 MASK_FUNCTION = {"window": "create_sliding_window_causal_mask", "chunk": "create_chunked_causal_mask"}
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+STATE_TYPES = {"linear_attention", "conv", "moe", "mlp"}  # layers without attention
+HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # attention beside a state
 
 
 @dataclass(frozen=True)
 class Support:
-    """The features of a model that speculation depends on. `reason` is empty when draft trees can be verified."""
+    """The features of a model that speculation depends on. `reason` says why it is not verified with draft trees."""
 
     model_type: str
+    mode: Mode = "tree"
     reason: str = ""
-    kinds: dict[str, LayerKind] = field(default_factory=dict)  # by layer type
+    kinds: dict[str, LayerKind] = field(default_factory=dict)  # of attention, by layer type
     by_layer_type: bool = False  # the model takes one mask for each layer type
     alibi: bool = False
+    recurrent: bool = False  # its cache holds state that is put back and replayed after a rejected draft
+    counts_padding: bool = False  # positions are counted in the cache, so that padding on the left shifts them
     one_by_one: bool = False  # a forward pass takes one request only
     max_positions: int | None = None  # None: no limit
-    tree_limit: int | None = None  # trees are exact up to this length; longer requests use the fallback
+    tree_limit: int | None = None  # drafts are exact up to this length; longer requests use the fallback
 
     @property
     def trees(self) -> bool:
         """Whether draft trees can be verified with this model."""
-        return not self.reason
+        return self.mode == "tree"
+
+    @property
+    def drafts(self) -> bool:
+        """Whether drafts can be verified with this model, as trees or as chains."""
+        return self.mode != "none"
 
 
 def examine(config: PreTrainedConfig, model_class: type | None = None) -> Support:
@@ -51,15 +74,18 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
     if config.is_encoder_decoder or text.is_encoder_decoder:
         raise ModelError(f"{config.model_type} is an encoder-decoder model, and lookfar decodes causal models only.")
     by_layer_type, kinds = _layer_kinds(text)
+    mode, reason = _mode(config, text, model_class, kinds)
     facts: dict[str, Any] = {
         "kinds": kinds,
         "by_layer_type": by_layer_type,
         "alibi": uses_alibi(text),
-        "one_by_one": text.model_type == "mpt",
+        "recurrent": mode == "chain" and is_recurrent(config),
         "max_positions": _max_positions(text),
         "tree_limit": _tree_limit(text),
     }
-    return Support(config.model_type, reason=_why_not(config, text, model_class, kinds), **facts)
+    facts["counts_padding"] = not (facts["alibi"] or facts["recurrent"] or _takes_positions(model_class))
+    facts["one_by_one"] = text.model_type in ONE_BY_ONE or (mode == "chain" and not facts["recurrent"])
+    return Support(config.model_type, mode, reason, **facts)
 
 
 def causal_class(config: PreTrainedConfig) -> type:
@@ -80,31 +106,48 @@ def causal_class(config: PreTrainedConfig) -> type:
     return causal
 
 
-def _why_not(config: PreTrainedConfig, text: PreTrainedConfig, model_class: type, kinds: dict[str, LayerKind]) -> str:
-    """Return why trees cannot be verified; empty if they can."""
-    for model_type in (config.model_type, text.model_type):
-        if model_type in FALLBACK_FAMILIES:
-            return FALLBACK_FAMILIES[model_type]
+def _mode(
+    config: PreTrainedConfig, text: PreTrainedConfig, model_class: type, kinds: dict[str, LayerKind]
+) -> tuple[Mode, str]:
+    """Return how drafts are verified, and why not as trees."""
+    families = config.model_type, text.model_type
+    for family in families:
+        if family in FALLBACK_FAMILIES:
+            return "none", FALLBACK_FAMILIES[family]
     if _mixes_rows(config):
-        return (
+        return "none", (
             "its 8-bit layers choose outlier columns over all rows of a step, so draft tokens would change the result"
         )
-    others = set(getattr(text, "layer_types", None) or ("unknown",)) - set(LAYER_TYPES)
-    if others and getattr(model_class, "_is_stateful", False):
-        return "its recurrent state cannot be rolled back to a branch of a tree"
+    parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+    if "past_key_values" not in parameters and "cache_params" not in parameters:
+        return "none", "it has no KV cache"
+    for family in families:
+        if family in CHAIN_FAMILIES:
+            return "chain", CHAIN_FAMILIES[family]
+    return _mode_of_cache(config, kinds, model_class, _takes_positions(model_class) or uses_alibi(text))
+
+
+def _takes_positions(model_class: type) -> bool:
+    return "position_ids" in inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
+
+
+def _mode_of_cache(
+    config: PreTrainedConfig, kinds: dict[str, LayerKind], model_class: type, takes_positions: bool
+) -> tuple[Mode, str]:
+    """Return how drafts are verified, by the layers of the model's own cache."""
+    if is_recurrent(config):
+        return "chain", "its recurrent state cannot be rolled back to a branch of a tree"
     for layer in DynamicCache(config=config).layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return f"its cache has layers of the type {type(layer).__name__}, which cannot be rolled back to a branch"
-    if others - {"unknown"}:
-        return f"it has layers of the type {min(others)}, which are not ordinary attention"
+            return "none", f"its cache has layers of the type {type(layer).__name__}, which cannot be rolled back"
+    others = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - set(LAYER_TYPES)
+    if others:
+        return "none", f"it has layers of the type {min(others)}, which are not ordinary attention"
     if unmasked := _unmasked(kinds, model_class):
-        return f"its config names a {unmasked} that its attention does not follow"
-    parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
-    if "past_key_values" not in parameters:
-        return "it has no KV cache"
-    if "position_ids" not in parameters and not uses_alibi(text):
-        return "its forward method takes no positions"
-    return ""
+        return "none", f"its config names a {unmasked} that its attention does not follow"
+    if not takes_positions:
+        return "chain", "its forward method takes no positions"
+    return "tree", ""
 
 
 def _mixes_rows(config: PreTrainedConfig) -> bool:
@@ -119,9 +162,13 @@ def _layer_kinds(text: PreTrainedConfig) -> tuple[bool, dict[str, LayerKind]]:
     window = getattr(text, "sliding_window", None)
     chunk = getattr(text, "attention_chunk_size", None)
     of_type = {"sliding_attention": LayerKind(window=window), "chunked_attention": LayerKind(chunk=chunk)}
+    of_type |= {name: of_type.get(attention, LayerKind()) for name, attention in HYBRID_TYPES.items()}
     layer_types = getattr(text, "layer_types", None)
     if layer_types is not None:
-        return True, {name: of_type.get(name, LayerKind()) for name in sorted(set(layer_types))}
+        kinds = {name: of_type.get(name, LayerKind()) for name in sorted(set(layer_types) - STATE_TYPES)}
+        # Beside a recurrent state, one mask stands for all attention layers.
+        alike = len(set(kinds.values())) <= 1 and bool(set(layer_types) & (STATE_TYPES | set(HYBRID_TYPES)))
+        return not alike, kinds
     if window is not None:
         return False, {"sliding_attention": of_type["sliding_attention"]}
     if chunk is not None:

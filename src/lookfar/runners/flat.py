@@ -55,8 +55,8 @@ class FlatRunner(EagerRunner):
         return self.model.attention, self.model.fingerprint.structure
 
     @property
-    def limits(self) -> RunnerLimits:  # type: ignore[override]
-        return FLAT if self._works else EagerRunner.limits
+    def limits(self) -> RunnerLimits:
+        return FLAT if self._works else super().limits
 
     def refresh(self, everything: bool = False) -> ModelChange:
         change = super().refresh(everything)

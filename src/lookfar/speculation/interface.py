@@ -55,6 +55,14 @@ class SpeculatedRequest(Protocol):
         """Tokens that are not in the KV cache yet."""
 
     @property
+    def is_prefilling(self) -> bool:
+        """Whether a prompt is being processed, or as many tokens as if it were one."""
+
+    @property
+    def prompt_pending(self) -> int:
+        """Tokens of the prompt that are not in the KV cache yet."""
+
+    @property
     def remaining(self) -> int:
         """Tokens that it may still emit."""
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import EosTokenCriteria, GenerationConfig, MaxLengthCriteria
 
 from lookfar.drafters.base import Strategy
 from lookfar.drafters.grammar import forced_text
 from lookfar.engine.request import KVOptions, Request
 from lookfar.errors import CapacityError, ConfigError
+from lookfar.kvcache.recurrent import holds_state
 from lookfar.lm import LM
 from lookfar.sampling.noise import RandomStream, SamplingNoise
 from lookfar.sampling.params import are_row_wise, split_criteria
@@ -21,6 +23,7 @@ from lookfar.sampling.sampler import SamplingParams
 from lookfar.speculation.row_budget import Budget
 
 SUPPORTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep"}
+SUPPORTED_INPUTS |= {"cache_params"}  # the cache of models without attention
 SUPPORTED_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # not for the model: criteria were made with them
 UNKNOWN_TOKEN = 0  # stands for tokens that were given as KV or as embeddings
 
@@ -46,11 +49,17 @@ class GenerateCall:
 
     @property
     def past(self) -> Cache | None:
-        return self.inputs.get("past_key_values")
+        return self.inputs.get("past_key_values", self.inputs.get("cache_params"))
 
     @property
     def past_length(self) -> int:
-        return int(self.past.get_seq_length()) if self.past is not None else 0
+        attention = any(isinstance(layer, CacheLayerMixin) for layer in self.past.layers) if self.past else False
+        return int(self.past.get_seq_length()) if self.past is not None and attention else 0
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the cache holds recurrent states."""
+        return self.past is not None and any(holds_state(layer) for layer in self.past.layers)
 
     @property
     def returns_cache(self) -> bool:
@@ -70,6 +79,8 @@ class GenerateCall:
         requests = []
         for row in range(self.batch):
             prompt, kept = self._prompt(row)
+            counted = lm.engine.runner.model.support.counts_padding
+            _require(not counted or bool(kept.all()), "padding shifts its positions")
             sampling = self._sampling(row, noise)
             request = Request(
                 prompt,
@@ -107,7 +118,7 @@ class GenerateCall:
         return KVOptions(
             embeds=embeds[row, kept] if embeds is not None else None,
             past=self.past if self.past_length else None,
-            export=self.batch == 1 and self.returns_cache and bool(kept.all()),
+            export=self.batch == 1 and self.returns_cache and bool(kept.all()) and not self.is_recurrent,
         )
 
     def check_model(self) -> None:
@@ -123,7 +134,7 @@ class GenerateCall:
     def check(self, lm: LM) -> None:
         """Refuse calls that the engine cannot decode exactly."""
         config, support = self.config, lm.engine.runner.model.support
-        _require(support.trees, support.reason or "")
+        _require(support.drafts, support.reason)
         unknown = [k for k, v in self.inputs.items() if v is not None and k not in SUPPORTED_INPUTS]
         _require(config.use_cache is not False, "use_cache is off")
         _require(not (config.return_dict_in_generate and config.output_attentions), "attentions are asked for")
@@ -153,6 +164,10 @@ class GenerateCall:
         past = self.past
         _require(past is None or (type(past) is DynamicCache and not past.offloading), "the cache type is unsupported")
         _require(self.batch == 1 or not self.past_length, "a batch continues from past_key_values")
+        if self.is_recurrent and past is not None:
+            begun = any(holds_state(layer) and any(layer.has_previous_state.values()) for layer in past.layers)
+            _require(not (begun or self.past_length), "it continues from a recurrent state")
+            return
         layers = [layer for layer in past.layers if layer.is_initialized] if past is not None else []
         whole = not self.past_length or all(layer.keys.shape[-2] == self.past_length for layer in layers)
         _require(whole, "its cache keeps only a window of the text")
