@@ -327,7 +327,11 @@ def batches() -> None:
 
 
 def cells() -> None:
-    """`auto` over none for 1, 8, 32 and 64 requests at once: greedy, sampled, and texts that nothing predicts."""
+    """`auto` over none for 1, 8, 32 and 64 requests at once: greedy, sampled, and texts that nothing predicts.
+
+    *Closed* batches are done when their slowest text is. Where all texts are *queued*, each that ends makes room for
+    another one, as in a server.
+    """
     lm = demo(compile=True, max_batch=64)
     lm.warmup(requests=64, sampling=True)
     real = prompts(lm, 20, ("mt_bench", "humaneval", "gsm8k"))
@@ -339,14 +343,16 @@ def cells() -> None:
         ("temperature 1", real, 128, {"do_sample": True, "temperature": 1.0, "seed": 1}),
         ("random prompts, temperature 2", noise, 128, {"do_sample": True, "temperature": 2.0, "seed": 1}),
     ):
-        for size in (1, 8, 32, 64):
-            some = texts[:: max(len(texts) // max(size, 10), 1)][: max(size, 10)]
+        for size, queued in ((1, False), (8, False), (8, True), (32, False), (32, True), (64, False)):
+            lm.engine.scheduler.max_batch = size
+            some = texts if queued else texts[:: max(len(texts) // max(size, 10), 1)][: max(size, 10)]
             seconds: dict[str, list[float]] = {"none": [], "auto": []}
             done: dict[str, list[Completion]] = {}
             for strategy in 2 * list(seconds):
                 lm.forget()
                 began = perf_counter()
-                groups = [some[i : i + size] for i in range(0, len(some) - len(some) % size, size)]
+                step = len(some) if queued else size
+                groups = [some[i : i + step] for i in range(0, len(some) - len(some) % step, step)]
                 runs = [lm.generate(group, max_new_tokens=new, strategy=strategy, **sampling) for group in groups]
                 done[strategy] = [one for run in runs for one in run]
                 seconds[strategy].append(perf_counter() - began)
@@ -355,6 +361,7 @@ def cells() -> None:
             rates = {strategy: total[strategy].tokens / min(times) for strategy, times in seconds.items()}
             report(
                 requests=size,
+                queued=queued,
                 texts=name,
                 none=rates["none"],
                 auto=rates["auto"],

@@ -58,6 +58,19 @@ def test_what_all_have_passed_is_forgotten() -> None:
     assert sorted(noise._kept) == [3, 4, 5]
 
 
+def test_nothing_is_kept_for_requests_that_have_ended() -> None:
+    noise = SamplingNoise(2, torch.device("cpu"))
+    noise.at(0, 0, 50)
+    noise.release(1)
+    for position in range(1, 20):
+        noise.at(position, 0, 50)
+        noise.advance(0, position)
+    assert list(noise._kept) == [19]
+    noise.release(0)
+    noise.fetch(0)  # of a request that has ended: nothing to copy
+    assert not noise._kept
+
+
 def test_the_generator_is_left_where_generate_leaves_it() -> None:
     probabilities = torch.rand(4, 100)
     drawn_by_multinomial(3, probabilities)

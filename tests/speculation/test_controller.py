@@ -62,6 +62,23 @@ def test_a_trial_that_fails_is_repeated_more_and_more_rarely() -> None:
     assert plain <= 6 * BASE_STEPS
 
 
+def test_texts_that_change_are_noticed_in_a_batch() -> None:
+    controller = SpeculationController(8)
+    run(controller, 3000, (1.5, 1.0), 3, expected=1.0)
+    assert controller.speculating
+    lost = 100 / run(controller, 100, (1.5, 1.0), 1, expected=0.5)  # seconds: drafts are of no use any more
+    assert not controller.speculating
+    assert lost < 100 + 0.5 * 30
+
+
+def test_slow_steps_count_if_they_are_many() -> None:
+    controller = SpeculationController(32)
+    for step in range(60):
+        speculates = controller.decide(20.0)
+        controller.learn(speculates, 48 if speculates else 32, (2.0 if step % 3 else 8.0) if speculates else 2.0)
+    assert not controller.speculating
+
+
 def test_it_is_switched_on_again_when_it_pays() -> None:
     controller = SpeculationController()
     run(controller, SPECULATIVE_STEPS + BASE_STEPS, (7.0, 1.0), 2, expected=1.1)

@@ -57,13 +57,13 @@ def test_steps_beyond_the_last_point_refine_too() -> None:
     assert curve.table(64)[64] == pytest.approx(1.4 * curve.table(64)[1], rel=0.1)
 
 
-def test_each_number_of_requests_has_its_own_drift() -> None:
+def test_each_kind_of_step_has_its_own_drift() -> None:
     curve = CostCurve({1: 1.0, 64: 2.0})
     for _ in range(100):
         curve.refine(1, 1.0)
-        curve.refine(32, 4.5, requests=32)
+        curve.refine(32, 4.5, "32")
     assert curve.seconds_for(1) == pytest.approx(1.0, rel=0.1)
-    assert curve.seconds_for(32, requests=32) == pytest.approx(4.5, rel=0.1)
+    assert curve.seconds_for(32, "32") == pytest.approx(4.5, rel=0.1)
 
 
 def test_single_slow_steps_change_little() -> None:
@@ -97,12 +97,12 @@ def test_measuring_stops_when_steps_are_slow(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_curves_are_kept_by_model_and_machine(tmp_path: Path) -> None:
     path = tmp_path / "new" / "costs.json"
-    write_costs(path, "one", STEEP, {32: Experience(False, 0.002, 1e-6)})
+    write_costs(path, "one", STEEP, {"32": Experience(False, 0.002, 1e-6)})
     write_costs(path, "two", FLAT, {})
     found = read_costs(path, "one")
     assert found is not None
     assert found.curve.table(64).tolist() == STEEP.table(64).tolist()
-    assert found.experience == {32: Experience(False, 0.002, 1e-6)}
+    assert found.experience == {"32": Experience(False, 0.002, 1e-6)}
     assert read_costs(path, "three") is None
     assert len(json.loads(path.read_text())["curves"]) == 2
     for damaged in ("{ half a fi", "[]", '{"version": 1, "curves": {}}', '{"0c8": {"seconds": {"1": 2}}}'):
@@ -186,7 +186,7 @@ def test_exploration_keeps_to_the_rows_that_there_are(stepped: bool) -> None:
             chosen = chance.randint(least, most)
             rows = curve.explore(chosen, least, most)
             assert least <= rows <= most
-            curve.refine(rows, chance.uniform(1, 2), requests=chance.choice([1, 8]))
+            curve.refine(rows, chance.uniform(1, 2), chance.choice(["1", "8"]))
 
 
 def test_exploration_costs_what_it_may() -> None:

@@ -135,7 +135,7 @@ def test_where_rows_are_free_they_are_used() -> None:
 
 def test_the_time_of_the_host_is_paid_once_however_many_rows() -> None:
     engine = eager_engine(model_of("llama"), costs=expensive())
-    controller = engine.speculator.controllers[1] = SpeculationController()
+    controller = engine.speculator.controllers["1"] = SpeculationController()
     controller.learn = lambda *_: None  # type: ignore[method-assign]
     controller.host = Mock(table=lambda most: np.full(most + 1, 1e6, np.float32))
     seen = rows_of(engine, [automatic(PROMPTS[4])])
@@ -286,7 +286,7 @@ def test_requests_with_draft_states_of_their_own_share_a_batch() -> None:
 @pytest.mark.parametrize("prefill_chunk", [512, 3, 1])
 def test_prompts_are_learned_while_speculation_is_off(prefill_chunk: int) -> None:
     engine = eager_engine(model_of("llama"), costs=flat(), prefill_chunk=prefill_chunk)
-    controller = engine.speculator.controllers[1] = SpeculationController()
+    controller = engine.speculator.controllers["1"] = SpeculationController()
     controller.speculating, controller._wait = False, 1 << 30
     seen = rows_of(engine, [automatic(PROMPTS[4])])
     assert all(len(rows.tree) == 0 for rows in seen)
@@ -298,7 +298,7 @@ def test_prompts_are_learned_while_speculation_is_off(prefill_chunk: int) -> Non
 def test_prefills_teach_the_controller_nothing() -> None:
     engine = eager_engine(model_of("llama"), costs=flat(), prefill_chunk=8)
     controller, learned = SpeculationController(), []
-    engine.speculator.controllers[1] = controller
+    engine.speculator.controllers["1"] = controller
     controller.learn = lambda *arguments: learned.append(arguments)  # type: ignore[method-assign]
     seen = rows_of(engine, [automatic(PROMPTS[4])])
     assert len(PROMPTS[4]) > 8
@@ -340,12 +340,12 @@ def test_the_cost_curve_is_measured_once_and_kept() -> None:
     save_refined_costs(runner, curve, {})  # too few real steps to trust them
     assert known_costs(runner, cache, 8).curve.seconds[-1] < curve.seconds[-1]
     curve.refined = REFINED_ENOUGH
-    save_refined_costs(runner, curve, {8: Experience(False, 0.5, 1e-6)})
+    save_refined_costs(runner, curve, {"8": Experience(False, 0.5, 1e-6)})
     known = known_costs(runner, cache, 8)
     assert known.curve.seconds[-1] == pytest.approx(curve.seconds[-1])
     speculator = Speculator()
     speculator.use_costs(known)
-    assert speculator.experience == {8: Experience(False, 0.5, 1e-6)}
+    assert speculator.experience == {"8": Experience(False, 0.5, 1e-6)}
 
 
 class Watcher:

@@ -51,6 +51,7 @@ def inputs_of(batch: Drafts, max_depth: int = 9, table: RecycleTable = NO_RECYCL
             about=np.array([[2, 3, max_depth, place] for place in range(len(batch))], np.int32),
             runner_ups=np.full((len(batch), 7), -1, np.int32),
             runner_up_logits=np.zeros((len(batch), 7), np.float32),
+            urgency=np.ones(len(batch), np.float32),
         ),
         NoiseArrays.unknown(len(batch)),
         table,
@@ -182,3 +183,14 @@ def test_recycled_predictions_are_ranked_with_the_noise_they_meet() -> None:
         build_candidates(replace(inputs, noise=noise), limits(9)) for noise in (cold, NoiseArrays.unknown(1))
     )
     assert found.scores[found.chosen[0]] > warm.scores[warm.chosen[0]]
+
+
+def test_rows_go_to_the_urgent_request() -> None:
+    drafts = [[([4, 5, 6, 7], 6, 0)], [([4, 5, 6, 7], 6, 0)]]
+    inputs = inputs_of(drafts)
+    equal = build_candidates(inputs, limits(4))
+    assert np.bincount(equal.nodes[equal.chosen, OWNER]).tolist() == [2, 2]
+    inputs.roots = inputs.roots._replace(urgency=np.array([0.2, 1.8], np.float32))
+    urgent = build_candidates(inputs, limits(4))
+    assert np.bincount(urgent.nodes[urgent.chosen, OWNER], minlength=2).tolist() == [0, 4]
+    assert np.allclose(urgent.chosen_scores, urgent.scores[urgent.chosen])  # estimates are not changed by it

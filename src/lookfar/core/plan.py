@@ -65,8 +65,11 @@ class RowSampler(Protocol):
     def device(self) -> Any:
         """The device of the sampling noise."""
 
-    def noise_of(self, depths: Int32s, width: int) -> list[Any]:
-        """Return the noise, [vocabulary], for the token after the last one and after each node."""
+    def noise_addresses(self, depths: Int32s, width: int) -> tuple[Ints, list[Any]]:
+        """Return where in memory the noise for the token after the last one and after nodes of these depths lies.
+
+        Also returns what has to be kept until it is read.
+        """
 
 
 @dataclass(eq=False)

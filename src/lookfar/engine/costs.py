@@ -48,7 +48,7 @@ def kept_costs(runner: ModelRunner) -> KnownCosts | None:
     return read_costs(costs_file(), machine_and_model(runner), runner.limits.captured)
 
 
-def save_refined_costs(runner: ModelRunner, curve: CostCurve, experience: Mapping[int, Experience]) -> None:
+def save_refined_costs(runner: ModelRunner, curve: CostCurve, experience: Mapping[str, Experience]) -> None:
     """Write the curve to the file once `REFINED_ENOUGH` real steps have refined it."""
     if curve.refined >= REFINED_ENOUGH:
         write_costs(costs_file(), machine_and_model(runner), curve, experience)

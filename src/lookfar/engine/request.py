@@ -171,6 +171,11 @@ class RequestState:
         return self._max_length - len(self.ids)
 
     @property
+    def steps_left(self) -> float:
+        num_emitted = len(self.ids) - len(self.request.prompt)
+        return self.remaining * max(len(self.stats.step_sizes), 1) / max(num_emitted, 1)
+
+    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
@@ -193,6 +198,8 @@ class RequestState:
         self.ids += tokens
         self.sampler.append(tokens)
         self.finish_reason = finish_reason
+        if finish_reason is not None:
+            self.sampler.release()
         self.stats.step_sizes.append(len(tokens))
         assert self._started is not None
         self.stats.seconds = now - self._started
@@ -200,6 +207,7 @@ class RequestState:
     def fail(self, error: BaseException) -> None:
         """End the request with an error."""
         self.error = error
+        self.sampler.release()
 
     def count_drafts(self, tree: DraftTree, accepted: Seq[int]) -> None:
         """Count the draft tokens of a step by source."""

@@ -24,6 +24,7 @@ class StepBatch:
     requests: list[RequestState]
     chunks: list[int]
     started: float
+    others_wait: bool = False  # for a place in the batch
     is_first_pass: bool = False  # transformers runs the prompts of the requests
     seconds: float = 0.0
     host_seconds: float = 0.0
@@ -106,7 +107,7 @@ class Scheduler:
             chunks = [len(state.request.prompt) - state.source_length for state in first]
             return StepBatch(first, chunks, started, is_first_pass=True)
         requests, chunks = self._next_group(limits) if self.running else ([], [])
-        return StepBatch(requests, chunks, started)
+        return StepBatch(requests, chunks, started, bool(self.waiting or self.paused))
 
     def _first_pass(self) -> list[RequestState]:
         """Return requests whose prompts transformers has to run, in one pass."""

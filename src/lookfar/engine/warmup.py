@@ -95,9 +95,13 @@ def rehearse(engine: Engine, examples: Seq[Request]) -> None:
     for request in examples:
         other.draft_state.store.add(request.prompt)  # there should be a past text to look into
     other.cache = engine.cache
-    other.scheduler = Scheduler(engine.cache, 1, engine.config.prefill_chunk)
+    together = 2 if engine.cache.slots > 1 else 1
+    other.scheduler = Scheduler(engine.cache, together, engine.config.prefill_chunk)
     for request in examples:
-        other.add(replace(request, draft_state=None))
+        whole = replace(request, draft_state=None)
+        if together > 1:  # this one ends first, and the other one moves to its place in the KV cache
+            other.add(replace(whole, max_new_tokens=max(whole.max_new_tokens // 2, 1)))
+        other.add(whole)
         while other.has_work:
             other.step()
 

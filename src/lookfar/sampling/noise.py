@@ -23,6 +23,8 @@ from lookfar.core.locks import fork_safe_lock
 KEPT_BYTES, KEPT_SHARE = 256 << 20, 0.02
 LOOK_AHEAD = 8  # positions that drafts are ranked for; as many behind them are prefetched while a GPU works
 LOOK_AHEAD_BYTES = 64 << 20
+MAX_COPIED = 4  # requests whose noise is copied from a GPU
+NEVER = 1 << 62  # the next position of a request that has ended
 
 _borrowed: WeakValueDictionary[int, SamplingNoise] = WeakValueDictionary()  # by the id of the generator
 _borrowing = fork_safe_lock()
@@ -45,6 +47,8 @@ class SamplingNoise:
         self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._most = max_kept(self.device)
         self._heads = [0] * batch  # the next position of each request
+        self._first_head = 0  # the least of them
+        self._num_running = batch
         self._used = 0  # positions that tokens were chosen at
         self.width = 0  # of the vocabulary, known with the first logits
         self.look_ahead = 0  # positions whose noise is looked at early
@@ -79,31 +83,49 @@ class SamplingNoise:
 
     def at(self, position: int, row: int, width: int) -> torch.Tensor:
         """Return the noise for one position of one request, [vocabulary]."""
+        return self.of_all(position, width)[row]
+
+    def of_all(self, position: int, width: int) -> torch.Tensor:
+        """Return the noise of all requests at one position, [batch, vocabulary]."""
         self.width = width
         self._used = max(self._used, position + 1)
-        return self._draw(position)[row]
+        return self._draw(position)
 
     def advance(self, row: int, position: int) -> None:
         """Note that a request is at `position` now; noise that no request needs any more is dropped."""
-        self._heads[row] = position
-        for old in [old for old in self._kept if old < min(self._heads)]:
-            del self._kept[old]
+        was_first, self._heads[row] = self._heads[row] <= self._first_head, position
+        if was_first and (first := min(self._heads)) > self._first_head:
+            self._first_head = first
+            for old in [old for old in self._kept if old < first]:
+                del self._kept[old]
+
+    def release(self, row: int) -> None:
+        """Note that a request has ended, so that no noise is kept for it."""
+        self._num_running -= self._heads[row] != NEVER
+        self.advance(row, NEVER)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether drafts are ranked with it: noise on a GPU has to be copied, which pays for a few requests only."""
+        return self.width > 0 and (self.device.type == "cpu" or self._num_running <= MAX_COPIED)
 
     def fetch(self, row: int) -> None:
         """Copy the noise of a request's next positions into `upcoming`."""
         if not self.upcoming.shape[2]:
             self.look_ahead = min(LOOK_AHEAD, LOOK_AHEAD_BYTES // (8 * self.batch * self.width))
             shape, pinned = (self.batch, 2 * self.look_ahead, self.width), self.device.type == "cuda"
-            self._buffer = torch.zeros(shape, dtype=torch.float32, pin_memory=pinned)
+            self._buffer = torch.empty(shape, dtype=torch.float32, pin_memory=pinned)
             self.upcoming = self._buffer.numpy()
         self._copy(row, self._heads[row] + self.look_ahead)
 
     def prefetch(self, row: int) -> None:
         """Start copying the noise of later positions; the device is waited for before they are read."""
-        if self.look_ahead and self.device.type == "cuda":
+        if self.look_ahead and self.device.type == "cuda" and self.is_known:
             self._copy(row, self._heads[row] + 2 * self.look_ahead, wait=False)
 
     def _copy(self, row: int, end: int, wait: bool = True) -> None:
+        if self._heads[row] == NEVER:
+            return
         for position in range(max(self._copied[row], self._heads[row]), end):
             to = self._buffer[row, position % (2 * self.look_ahead)]
             to.copy_(self._draw(position)[row], non_blocking=not wait)
@@ -148,6 +170,9 @@ class RandomStream:
 
     def advance(self, position: int) -> None:
         self.noise.advance(self.row, position)
+
+    def release(self) -> None:
+        self.noise.release(self.row)
 
     def prefetch(self) -> None:
         self.noise.prefetch(self.row)

@@ -89,6 +89,15 @@ class Sampler:
         noise = {p: self.params.random.at(p, width) for p in dict.fromkeys(positions)}
         return [noise[position] for position in positions]
 
+    def noise_addresses(self, depths: Int32s, width: int) -> tuple[Ints, list[torch.Tensor]]:
+        """Return where in memory the noise of `noise_of` lies, and what has to be kept until it is read."""
+        assert self.params.random is not None
+        noise, row = self.params.random.noise, self.params.random.row
+        deepest = int(depths.max()) if len(depths) else 0
+        kept = [noise.of_all(self.num_emitted + depth, width) for depth in range(deepest + 1)]
+        by_depth: Ints = np.array([drawn.data_ptr() for drawn in kept]) + row * width * kept[0].element_size()
+        return by_depth[np.append(0, depths)], kept
+
     def append(self, tokens: list[int]) -> None:
         """Move on past emitted tokens."""
         self.num_emitted += len(tokens)
@@ -96,6 +105,11 @@ class Sampler:
             self.context += tokens
         if self.params.random is not None:
             self.params.random.advance(self.num_emitted)
+
+    def release(self) -> None:
+        """Keep no noise for a request that has ended."""
+        if self.params.random is not None:
+            self.params.random.release()
 
 
 def greedy(logits: torch.Tensor) -> Ints:

@@ -20,6 +20,7 @@ EARLY_STEPS = 24  # steps, divided by the requests, after which a rate that is c
 MAX_EARLY = 8
 MIN_STEPS = 3  # however many requests there are
 BASE_STEPS = 6  # steps without speculation that tell their rate: each emits one token per request
+OUTLIER = 3.0  # times the median: what a single step counts as at the most
 CLEARLY_SLOWER = 0.8  # of the other rate
 REGRET = 0.01  # of the time may be lost to trials
 MIN_INTERVAL, MAX_INTERVAL = 16, 4096  # steps until the other mode is tried again
@@ -27,27 +28,34 @@ NEXT_REQUEST = 32  # steps after which the next request tries speculation, if th
 
 
 class Rate:
-    """Recent tokens per second. Uses the median of the step times, because single steps may wait for anything."""
+    """Recent tokens per second. Single steps may wait for anything: none counts as more than a few usual ones."""
 
     def __init__(self, steps: int) -> None:
-        self._tokens: deque[int] = deque(maxlen=steps)
+        self._tokens: deque[float] = deque(maxlen=steps)
         self._seconds: deque[float] = deque(maxlen=steps)
 
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def add(self, tokens: int, seconds: float) -> None:
+    @property
+    def is_full(self) -> bool:
+        return len(self._tokens) == self._tokens.maxlen
+
+    def add(self, tokens: float, seconds: float) -> None:
         self._tokens.append(tokens)
         self._seconds.append(seconds)
 
     @property
     def seconds(self) -> float:
         """Of a step."""
-        return median(self._seconds) if self._seconds else 0.0
+        if not self._seconds:
+            return 0.0
+        longest = OUTLIER * median(self._seconds)
+        return sum(min(seconds, longest) for seconds in self._seconds) / len(self._seconds)
 
     @property
     def value(self) -> float:
-        return sum(self._tokens) / (len(self._tokens) * median(self._seconds)) if self._tokens else 0.0
+        return sum(self._tokens) / (len(self._tokens) * self.seconds) if self._tokens else 0.0
 
 
 class SpeculationController:
@@ -62,6 +70,7 @@ class SpeculationController:
         self._rates = {mode: Rate(steps) for mode, steps in self._steps.items()}
         self._wait = self._steps[True] if self.speculating else MIN_INTERVAL  # steps until the other mode is tried
         self._interval = MIN_INTERVAL
+        self._since = 0  # steps since the last trial
         self._trial = 0  # steps left of a trial of the other mode
         self._tried = False  # whether steps without speculation were tried for this request
         self._alone = requests == 1
@@ -86,6 +95,8 @@ class SpeculationController:
         enough = self.speculating and not self._tried and self._wait % self._early == 0 and len(rate) >= self._early
         if enough and rate.value < CLEARLY_SLOWER * base_rate:
             return True
+        if self.speculating and self._since >= MIN_INTERVAL and rate.is_full and rate.value < self._rates[False].value:
+            return True  # slower than steps without speculation were at the last trial: other texts, perhaps
         if self._wait > 0:
             return False
         if not self.speculating or self._must_try or base_rate > rate.value:
@@ -93,11 +104,12 @@ class SpeculationController:
         self._wait = self._early  # look again a little later
         return False
 
-    def learn(self, speculated: bool, tokens: int, seconds: float) -> None:
+    def learn(self, speculated: bool, tokens: float, seconds: float) -> None:
         """Learn from a step: its tokens and its seconds."""
         self._rates[speculated].add(tokens, seconds)
         if not self._trial:
             self._wait -= 1
+            self._since += 1
         elif speculated != self.speculating:
             self._trial -= 1
             tried = self._rates[speculated]
@@ -114,7 +126,7 @@ class SpeculationController:
         lost = len(other) * other.seconds * (1 - other.value / kept.value) if kept.value else 0.0
         least = 2 * self._interval if faster == self.speculating else MIN_INTERVAL
         self._interval = int(min(max(least, lost / max(REGRET * kept.seconds, 1e-9)), MAX_INTERVAL))
-        self._wait = self._interval
+        self._wait, self._since = self._interval, 0
         self.speculating, self._tried = faster, True
 
     def restart(self) -> None:

@@ -22,6 +22,7 @@ YOUNG = 2  # real steps of a size until its cost is only changed little by littl
 MUCH, LITTLE = math.log(4), 0.2  # the most that one step can say about a cost, as a logarithm
 REFRESH_STEPS = 16  # steps after which the table of costs follows the refined curve
 EXPLORATION = 0.005  # of the time may be spent on sizes that seem not to pay, to learn whether that is true
+ALONE = "1"  # the kind of a step with one request
 NEW_SIZE = 0.25  # of the price is enough where no real step has had that size: its cost may be much lower
 
 
@@ -42,15 +43,15 @@ class CostCurve:
         self.seconds = np.minimum.accumulate(self.seconds[::-1])[::-1].copy()
         self.visits = np.array([(visits or {}).get(int(n), 0.0) for n in self.rows])  # by real steps
         self.refined = 0  # real steps of this process
-        self._drifts: dict[int, tuple[float, int]] = {}  # by the number of requests, with the steps behind it
+        self._drifts: dict[str, tuple[float, int]] = {}  # by the kind of step, with the steps behind it
         self._credit = 0.0  # seconds for exploration
         self._may_explore = False
         self._explored = 0.0  # what the step that was chosen would have cost, if another size is tried instead
         self._table: Floats = np.zeros(0, np.float32)
 
-    def drift(self, requests: int = 1) -> float:
-        """Return by how much steps with so many requests are slower than the curve."""
-        return self._drifts.get(requests, (1.0, 0))[0]
+    def drift(self, kind: str = ALONE) -> float:
+        """Return by how much steps of a kind are slower than the curve."""
+        return self._drifts.get(kind, (1.0, 0))[0]
 
     def table(self, most: int) -> Floats:
         """Return the costs of 0 … `most` rows."""
@@ -72,14 +73,14 @@ class CostCurve:
             self.rows = np.append(self.rows, 2 * self.rows[-1])
             self.visits = np.append(self.visits, 0.0)
 
-    def seconds_for(self, rows: int, requests: int = 1) -> float:
+    def seconds_for(self, rows: int, kind: str = ALONE) -> float:
         """Return the present cost of a step."""
-        return float(self.table(rows)[rows] * self.drift(requests))
+        return float(self.table(rows)[rows] * self.drift(kind))
 
-    def refine(self, rows: int, seconds: float, requests: int = 1) -> None:
+    def refine(self, rows: int, seconds: float, kind: str = ALONE) -> None:
         """Learn from a step."""
         self._extend(rows)
-        drift, steps = self._drifts.get(requests, (1.0, 0))
+        drift, steps = self._drifts.get(kind, (1.0, 0))
         expected = float(np.interp(rows, self.rows, self.seconds)) * drift
         error = math.log(seconds / expected)
         if steps < WARM_UP:
@@ -87,7 +88,7 @@ class CostCurve:
         else:
             young = self._refine_shape(rows, error)
             drift *= 1.0 if young else math.exp(DRIFT_RATE * _clip(error, LITTLE))
-        self._drifts[requests] = drift, steps + 1
+        self._drifts[kind] = drift, steps + 1
         if self._explored:
             self._credit -= max(seconds / drift - self._explored, 0.0)
             self._explored = 0.0
@@ -181,9 +182,12 @@ def measure_curve(step: Callable[[int], None], sizes: Seq[int] = MEASURED_ROWS, 
     return CostCurve(seconds, stepped)
 
 
-def size_class(requests: int) -> int:
-    """Return the power of two that a number of requests is rounded up to: those alike share what is learned."""
-    return 1 << (requests - 1).bit_length()
+def step_kind(requests: int, sampled: bool = False) -> str:
+    """Return the kind of a step; steps of one kind share what is learned about their times.
+
+    It is the number of requests, up to a power of two, and whether tokens are sampled, which takes time of its own.
+    """
+    return f"{1 << (requests - 1).bit_length()}{' sampled' if sampled else ''}"
 
 
 def _clip(error: float, limit: float) -> float:

@@ -13,12 +13,12 @@ from typing import Any
 from lookfar.core.files import read_json, update_json
 from lookfar.speculation.cost_curve import CostCurve
 
-VERSION = 3  # files of other versions are dropped
+VERSION = 4  # files of other versions are dropped
 
 
 @dataclass(frozen=True)
 class Experience:
-    """What was learned about speculation with some number of requests."""
+    """What was learned about speculation in steps of one kind."""
 
     speculating: bool  # whether it paid
     fixed: float  # host seconds of a speculative step
@@ -30,7 +30,7 @@ class KnownCosts:
     """What is known of a model on a machine."""
 
     curve: CostCurve
-    experience: Mapping[int, Experience] = field(default_factory=dict)  # by the number of requests
+    experience: Mapping[str, Experience] = field(default_factory=dict)  # by the kind of step
 
 
 def read_costs(path: Path, key: str, stepped: bool = False) -> KnownCosts | None:
@@ -45,21 +45,21 @@ def read_costs(path: Path, key: str, stepped: bool = False) -> KnownCosts | None
             return None
         curve = CostCurve(seconds, stepped, _numbers(kept["visits"]))
         experience = {
-            int(n): Experience(bool(on), float(fixed), float(per_row))
-            for n, (on, fixed, per_row) in kept["experience"].items()
+            kind: Experience(bool(on), float(fixed), float(per_row))
+            for kind, (on, fixed, per_row) in kept["experience"].items()
         }
         return KnownCosts(curve, experience)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def write_costs(path: Path, key: str, curve: CostCurve, experience: Mapping[int, Experience]) -> None:
+def write_costs(path: Path, key: str, curve: CostCurve, experience: Mapping[str, Experience]) -> None:
     """Keep what is known for later processes. If it cannot be written, it is measured again next time."""
     record = {
         "of": key,
         "seconds": curve.as_measured(),
         "visits": {int(n): float(v) for n, v in zip(curve.rows, curve.visits, strict=True)},
-        "experience": {n: (one.speculating, one.fixed, one.per_row) for n, one in experience.items()},
+        "experience": {kind: (one.speculating, one.fixed, one.per_row) for kind, one in experience.items()},
     }
 
     def add(found: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lookfar.core.arrays import Int32s, Ints
+from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.plan import RequestPlan
 from lookfar.core.tree import NO_TREE, DraftTrees
 from lookfar.speculation.acceptance import AcceptanceModel
@@ -46,8 +46,9 @@ class DraftedGroup:
     trees: DraftTrees = NO_TREES  # of the chosen candidates, for all requests of the step; empty for those of others
 
     def ranking(self) -> Ranking:
-        scores = self.candidates.chosen_scores
-        return Ranking(scores, self.acceptance.calibration.apply(scores), self.candidates.owners)
+        scores, urgency = self.candidates.chosen_scores, self.candidates.urgency
+        gains = self.acceptance.calibration.apply(scores) * urgency
+        return Ranking(scores * urgency, gains, self.candidates.owners)
 
     def chains(self, kind: BudgetKind, limits: Int32s, step: StepRows) -> list[Chains]:
         """Return the best paths of each member; their budgets allow `limits` drafts."""
@@ -96,6 +97,8 @@ class Drafts:
     """The drafts of a step, after the best ones were chosen."""
 
     groups: list[DraftedGroup]
+    members: Seq[Member]
+    urgency: Floats  # of the members
     trees: DraftTrees | None = None  # of all requests, if they lie behind each other
 
 
@@ -150,12 +153,13 @@ class Drafting(DraftingBatch):
     def draft(self, limits: Int32s, step: StepRows, prices: Prices) -> Drafts:
         """Add draft trees and windows to the plans of a step, the trees at most `limits` deep for each member."""
         most = sum(group.budget.max_nodes(step) for group in self._budgets)
-        proposals = self.propose(limits, 2 * most // len(self.members))  # a confident request takes what others leave
+        about = 2 * most // len(self.members)  # a confident request takes what others leave
+        proposals = self.propose(limits, about, step.others_wait)
         if self.alone:
             self._budgets = self._group()  # their tables may change
         if step.limits.chain:
             return self._draft_chains(proposals, step, prices)
-        drafts = Drafts([])
+        drafts = Drafts([], self.members, proposals.urgency)
         for group in self._budgets:
             if drafts.groups:
                 step.count_rows()
@@ -185,7 +189,7 @@ class Drafting(DraftingBatch):
             width = rows.settle(width, self.replay)
         for one, own in zip(drafted, chains, strict=True):
             one.choose_chains(own, width, len(step.plans))
-        return Drafts(drafted, set_trees(drafted, step.plans))
+        return Drafts(drafted, self.members, proposals.urgency, set_trees(drafted, step.plans))
 
 
 def build_group(

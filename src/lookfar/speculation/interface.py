@@ -73,6 +73,10 @@ class SpeculatedRequest(Protocol):
     def remaining(self) -> int:
         """Tokens that it may still emit."""
 
+    @property
+    def steps_left(self) -> float:
+        """The steps that it needs at its rate so far, if it is not stopped before."""
+
     def predicted_from(self, sharing: int) -> int:
         """Return from which position on drafters want the predictions of prompt rows: fewer if requests share them."""
 
@@ -97,6 +101,10 @@ class Batch(Protocol):
     @property
     def is_first_pass(self) -> bool:
         """Whether transformers runs the step, which takes no draft tokens."""
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether other requests wait for a place in the batch."""
 
     @property
     def started(self) -> float:

@@ -28,6 +28,7 @@ from lookfar.speculation.tree_builder import (
     NoiseArrays,
     RootArrays,
 )
+from lookfar.speculation.urgency import Urgency
 
 NO_INTS: Int32s = np.zeros(0, np.int32)
 NO_DRAFTS = DraftArrays(np.zeros((0, 0), np.int32), NO_INTS, np.zeros(0, np.float32), NO_INTS, NO_INTS)
@@ -56,6 +57,7 @@ class DraftingBatch:
     def __init__(self, requests: Seq[SpeculatedRequest], places: Seq[int]) -> None:
         self.requests, self.places = list(requests), list(places)
         self.members = [Member(place, requests[place]) for place in places]
+        self.urgency = Urgency([member.request for member in self.members])
         self.texts = [member.request.ids for member in self.members]
         self.alone = [i for i, member in enumerate(self.members) if member.request.speculation.other_drafters]
         # By class, with their members and sources.
@@ -83,12 +85,12 @@ class DraftingBatch:
         """Whether it can be used for a step."""
         return self.places == places and self.requests == requests
 
-    def propose(self, limits: Int32s, rows: int) -> Proposals:
+    def propose(self, limits: Int32s, rows: int, others_wait: bool) -> Proposals:
         """Ask all drafters for drafts of at most so many tokens. An error of a drafter fails its request.
 
-        About `rows` can be verified for each request.
+        About `rows` can be verified for each request; `others_wait` for a place in the batch.
         """
-        found = Proposals(self.members, limits)
+        found = Proposals(self.members, limits, self.urgency.of_step(others_wait))
         for batch, chosen, sources in self._together.values():
             everyone = len(chosen) == len(self.members)
             texts = self.texts if everyone else [self.texts[i] for i in chosen]
@@ -112,9 +114,10 @@ class DraftingBatch:
 class Proposals:
     """What the drafters of all requests of a step propose. Drafts and runner-ups belong to members by their index."""
 
-    def __init__(self, members: list[Member], limits: Int32s) -> None:
+    def __init__(self, members: list[Member], limits: Int32s, urgency: Floats) -> None:
         self.members = members
         self.limits = limits
+        self.urgency = urgency  # of the members
         self.parts: list[DraftArrays] = []
         self.runner_ups: tuple[Int32s, Floats] | None = None  # [members, k]
 
@@ -148,14 +151,15 @@ class Proposals:
 
     def of(self, chosen: Seq[int], max_depth: int | None) -> BuildInputs:
         """Return the arrays for some of the members, which share a table and an acceptance model."""
-        members, drafts, limits = self.members, self.drafts, self.limits
+        members, drafts, limits, urgency = self.members, self.drafts, self.limits, self.urgency
         runner_ups, logits = self.runner_ups or no_runner_ups(len(members))
         if len(chosen) < len(members):
             new_place = np.full(len(members), -1, np.int32)
             new_place[chosen] = np.arange(len(chosen))
             kept = np.flatnonzero(new_place[drafts.owners] >= 0)
             drafts = drafts.select(kept)._replace(owners=new_place[drafts.owners[kept]])
-            runner_ups, logits, limits = runner_ups[chosen], logits[chosen], limits[chosen]
+            runner_ups, logits = runner_ups[chosen], logits[chosen]
+            limits, urgency = limits[chosen], urgency[chosen]
             members = [members[i] for i in chosen]
         texts = [member.request.ids for member in members]
         about: Int32s = np.empty((len(members), 4), np.int32)
@@ -164,7 +168,7 @@ class Proposals:
         about[:, MAX_DEPTH] = limits if max_depth is None else np.minimum(limits, max_depth)
         about[:, PLACE] = [member.place for member in members]
         noise = known_noise([member.request for member in members])
-        roots = RootArrays(about, runner_ups, logits)
+        roots = RootArrays(about, runner_ups, logits, urgency)
         return BuildInputs(drafts, roots, noise, members[0].table, members[0].acceptance)
 
 
@@ -216,7 +220,7 @@ def known_noise(requests: Seq[SpeculatedRequest]) -> NoiseArrays:
         arrays.positions[i], arrays.temperatures[i] = sampler.num_emitted, sampler.temperature
     noises = {sampler.random.noise for _, sampler in sampled if sampler.random is not None}
     # It is unknown before the first draw, and for requests of different calls that share a step.
-    if len(noises) != 1 or not (noise := noises.pop()).width:
+    if len(noises) != 1 or not (noise := noises.pop()).is_known:
         return arrays
     for i, sampler in sampled:
         assert sampler.random is not None

@@ -20,7 +20,7 @@ from lookfar.speculation.host_cost import HostCost
 # Rows a step: as many as pay, a number, or (None) everything that the strategies propose.
 Budget = int | Literal["auto"] | None
 BudgetKind = Literal["all", "number", "auto"]
-AUTO_ROWS = 64  # the most rows that an automatic budget gives one request
+AUTO_ROWS = 128  # the most rows that an automatic budget gives one request
 MAX_ROWS = 512
 ANY_NUMBER, ANY_SCORE = 1 << 30, 0.0
 # An automatic budget ignores candidates below an acceptance probability between these, by the least cost of a row.
@@ -53,12 +53,12 @@ def max_draft_rows(strategies: Seq[Strategy], budget: Budget) -> int:
 
 
 class Prices:
-    """What the rows of steps with some number of requests cost: on the device and on the host."""
+    """What the rows of steps of one kind cost: on the device and on the host."""
 
-    def __init__(self, costs: CostCurve | None, host: HostCost, requests: int) -> None:
+    def __init__(self, costs: CostCurve | None, host: HostCost, kind: str) -> None:
         self.costs = costs  # needed for automatic budgets
         self.host = host
-        self.requests = requests  # to a power of two
+        self.kind = kind  # see `step_kind`
         self._table: Floats = np.zeros(0, np.float32)
         self._uses = 0
 
@@ -67,14 +67,14 @@ class Prices:
         self._uses += 1
         if len(self._table) <= most or self._uses > MAX_USES:
             assert self.costs is not None
-            device = self.costs.table(most)[: most + 1] * np.float32(self.costs.drift(self.requests))
+            device = self.costs.table(most)[: most + 1] * np.float32(self.costs.drift(self.kind))
             self._table, self._uses = device + self.host.table(most), 0
         return self._table[: most + 1]
 
 
 @dataclass(slots=True)
 class Ranking:
-    """Candidates of several requests, best first."""
+    """Candidates of several requests, best first, with the urgency of their requests counted in."""
 
     scores: Floats
     gains: Floats  # the scores, calibrated
@@ -106,9 +106,10 @@ class Windows:
 class StepRows:
     """The rows of a step while it is planned: what every request feeds already, and what room is left."""
 
-    def __init__(self, plans: Seq[RequestPlan], limits: RunnerLimits) -> None:
+    def __init__(self, plans: Seq[RequestPlan], limits: RunnerLimits, others_wait: bool = False) -> None:
         self.plans = plans
         self.limits = limits
+        self.others_wait = others_wait  # for a place in the batch
         self.num_prefilling = sum(
             not rows.complete for rows in plans
         )  # requests that emit no token, because they prefill

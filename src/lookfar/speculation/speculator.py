@@ -10,7 +10,7 @@ import numpy as np
 from lookfar.core.plan import RequestPlan, RunnerLimits, StepPlan
 from lookfar.retrieval.recycle_table import SAMPLED_TOP_K, TOP_K
 from lookfar.speculation.controller import SpeculationController
-from lookfar.speculation.cost_curve import CostCurve, size_class
+from lookfar.speculation.cost_curve import CostCurve, step_kind
 from lookfar.speculation.cost_file import Experience, KnownCosts
 from lookfar.speculation.drafting import Drafting, Drafts
 from lookfar.speculation.host_cost import HostCost
@@ -24,6 +24,7 @@ class StepRecord:
     """A step, until the speculator has learned from it."""
 
     batch: Batch
+    samples: bool
     speculates: bool
     prefills: bool
     controller: SpeculationController | None
@@ -32,17 +33,35 @@ class StepRecord:
     walks: Seq[Walk | None] = ()
     result: StepChoices | None = None  # set when the step is done
 
+    @property
+    def kind(self) -> str:
+        """What its times are learned for."""
+        return step_kind(len(self.batch.requests), self.samples)
+
+    @property
+    def weighted_tokens(self) -> float:
+        """The tokens that the step emitted, by the urgency of their requests."""
+        emitted = [len(walk.tokens) if walk is not None else 0 for walk in self.walks]
+        if self.drafts is None:
+            return float(sum(emitted))
+        extra = sum(
+            (emitted[member.place] - 1) * urgency
+            for member, urgency in zip(self.drafts.members, self.drafts.urgency.tolist(), strict=True)
+            if emitted[member.place]
+        )
+        return float(sum(map(bool, emitted)) + extra)
+
 
 class Speculator:
     """Plans steps: proposals, one draft tree for each request, the row budget, and speculation on or off."""
 
     def __init__(self, costs: CostCurve | None = None) -> None:
         self.costs = costs  # needed for automatic budgets
-        self.controllers: dict[int, SpeculationController] = {}  # by the number of requests, to a power of two
-        self._remembered: Mapping[int, Experience] = {}  # of earlier processes
+        self.controllers: dict[str, SpeculationController] = {}  # by the kind of step
+        self._remembered: Mapping[str, Experience] = {}  # of earlier processes
         self._step: StepRecord | None = None  # the one that was planned last
         self._unlearned: list[StepRecord] = []
-        self._known_prices: dict[int, Prices] = {}  # by the number of requests, to a power of two
+        self._known_prices: dict[str, Prices] = {}  # by the kind of step
         self._drafting = Drafting([], [])  # of the last step that speculated
 
     def use_costs(self, known: KnownCosts) -> None:
@@ -50,11 +69,11 @@ class Speculator:
         self.costs, self._remembered = known.curve, known.experience
 
     @property
-    def experience(self) -> dict[int, Experience]:
-        """What was learned about speculation with some number of requests, now and earlier."""
+    def experience(self) -> dict[str, Experience]:
+        """What was learned about speculation in steps of each kind, now and earlier."""
         now = {
-            size: Experience(one.speculating, one.host.fixed, one.host.per_row)
-            for size, one in self.controllers.items()
+            kind: Experience(one.speculating, one.host.fixed, one.host.per_row)
+            for kind, one in self.controllers.items()
         }
         return {**self._remembered, **now}
 
@@ -72,22 +91,20 @@ class Speculator:
             rows = plan_last_tokens(requests)
         drafts = step.speculates and not (step.prefills and limits.recurrent)  # or a rejected draft repeats the chunk
         if drafts and any(request.speculation.drafters for request in requests):
-            step.drafts = self._draft(requests, StepRows(rows, limits), self._prices(step))
+            step.drafts = self._draft(requests, StepRows(rows, limits, batch.others_wait), self._prices(step))
         wanted = (step.speculates or step.prefills) and any(r.speculation.wants_predictions for r in requests)
-        sampled = any(request.sampler.random is not None for request in requests)
-        top_k = (SAMPLED_TOP_K if sampled else TOP_K) if wanted else 0
+        top_k = (SAMPLED_TOP_K if step.samples else TOP_K) if wanted else 0
         step.plan = StepPlan(rows, top_k, trees=step.drafts.trees if step.drafts is not None else None)
         step.plan.prefills = any(request.prompt_pending for request in requests)
         return step.plan
 
     def _prices(self, step: StepRecord) -> Prices:
         """Return what the rows of a step cost."""
-        size = size_class(len(step.batch.requests))
         if step.controller is None:
-            return Prices(self.costs, HostCost(), size)
-        known, host = self._known_prices.get(size), step.controller.host
+            return Prices(self.costs, HostCost(), step.kind)
+        known, host = self._known_prices.get(step.kind), step.controller.host
         if known is None or known.costs is not self.costs or known.host is not host:
-            known = self._known_prices[size] = Prices(self.costs, host, size)
+            known = self._known_prices[step.kind] = Prices(self.costs, host, step.kind)
         return known
 
     def _draft(self, requests: Seq[SpeculatedRequest], step: StepRows, prices: Prices) -> Drafts | None:
@@ -112,17 +129,18 @@ class Speculator:
         if batch.is_first_pass:
             return StepRecord(batch, False, True, None)
         prefills = any(request.is_prefilling for request in requests)
+        samples = any(request.sampler.random is not None for request in requests)
         if self.costs is None or not all(request.speculation.budget == "auto" for request in requests):
-            return StepRecord(batch, True, prefills, None)
-        size = size_class(len(requests))
-        if size not in self.controllers:
-            self.controllers[size] = SpeculationController(size, self._remembered.get(size))
-        controller = self.controllers[size]
+            return StepRecord(batch, samples, True, prefills, None)
+        kind = step_kind(len(requests), samples)
+        if kind not in self.controllers:
+            self.controllers[kind] = SpeculationController(len(requests), self._remembered.get(kind))
+        controller = self.controllers[kind]
         if prefills:
             controller.restart()
-            return StepRecord(batch, controller.speculating, prefills, controller)
-        base_rate = len(requests) / self.costs.seconds_for(len(requests), size)
-        return StepRecord(batch, controller.decide(base_rate), prefills, controller)
+            return StepRecord(batch, samples, controller.speculating, prefills, controller)
+        base_rate = len(requests) / self.costs.seconds_for(len(requests), kind)
+        return StepRecord(batch, samples, controller.decide(base_rate), prefills, controller)
 
     def observe(self, walks: Seq[Walk | None], result: StepChoices) -> None:
         """Show the outcome of the planned step to the drafters. An error of a drafter fails its request."""
@@ -175,8 +193,7 @@ class Speculator:
                     rows = step.plan.requests[member.place]
                     speculation.state.update_window_value(window_gain(speculation.drafters, rows, walk.nodes))
         if self.costs is not None and not step.prefills and step.result.is_warm:
-            size = size_class(len(step.plan.requests))
-            self.costs.refine(step.result.num_rows, step.result.seconds, size)
+            self.costs.refine(step.result.num_rows, step.result.seconds, step.kind)
 
     def _learn_rate(self, now: float) -> None:
         """Tell the controller about the last step, unless it prefilled, failed, or captured a graph.
@@ -186,8 +203,7 @@ class Speculator:
         step, self._step = self._step, None
         if step is None or step.controller is None or step.prefills or step.result is None or not step.result.is_warm:
             return
-        tokens = sum(len(walk.tokens) for walk in step.walks if walk is not None)
-        step.controller.learn(step.speculates, tokens, now - step.batch.started)
+        step.controller.learn(step.speculates, step.weighted_tokens, now - step.batch.started)
         if step.speculates and step.plan is not None:
             step.controller.host.learn(sum(step.plan.lengths), step.batch.host_seconds)
 

@@ -3,7 +3,8 @@
 A node of a tree is continued in two ways: by the *drafts* that agree with the path so far, and by the *recycled
 predictions* after the node's last token or pair of tokens. A token that two sources propose is one candidate. The score
 of a candidate is the product of the estimated acceptance probabilities along its path, so it never exceeds its
-parent's, and the best n candidates always form trees.
+parent's, and the best n candidates always form trees. The best are those with the highest score times the urgency of
+their request.
 
 Under sampling a token is argmax(p / noise), and the noise of the next positions is known (see noise.py): recycled
 logits are compared after the noise was applied, and the noise of a token counts as evidence for every candidate.
@@ -68,6 +69,7 @@ class RootArrays(NamedTuple):
     about: Int32s  # [batch, 4] the last two tokens (-1 for none), the deepest node to accept, the place in the step
     runner_ups: Int32s  # [batch, k] alternatives to the last token, -1 for none
     runner_up_logits: Floats  # [batch, k]
+    urgency: Floats  # [batch] how much a token of each request counts
 
 
 class NoiseArrays(NamedTuple):
@@ -90,7 +92,7 @@ class BuildLimits(NamedTuple):
 
     max_nodes: int  # of all requests together
     max_per_request: Int32s  # [batch]
-    min_score: float
+    min_score: float  # times the urgency
     vocab_size: int  # drafts end before a token that is outside the vocabulary
 
 
@@ -114,6 +116,7 @@ class Candidates:
     features: Int32s  # [candidates, features of each]
     chosen: Int32s  # the best candidates, best first
     chosen_scores: Floats
+    urgency: Floats  # of the requests of the chosen ones
     owners: Int32s  # of the chosen ones: the place of their request in the step
 
     def column(self, column: int) -> Int32s:
@@ -141,6 +144,7 @@ class Workspace(NamedTuple):
 
     nodes: Int32s
     scores: Floats
+    values: Floats  # scores times the urgency of the request
     features: Int32s
     order: Int32s  # all drafts; those that agree with a node's path are neighbours
     spare: Int32s  # room for sorting `order`
@@ -159,14 +163,14 @@ def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
     table, limits = RecycleArrays(*arrays[3]), BuildLimits(*limits)
     batch = len(roots.about)
     work = new_workspace(drafts, noise, table, weights, limits)
-    nodes, scores = work.nodes, work.scores
+    nodes, scores, values = work.nodes, work.scores, work.values
     heap, taken = np.empty(len(scores), np.int32), np.zeros(batch, np.int32)
     chosen, owners = np.empty(limits.max_nodes, np.int32), np.empty(limits.max_nodes, np.int32)
-    chosen_scores = np.empty(limits.max_nodes, np.float32)
+    chosen_scores, urgency = np.empty(limits.max_nodes, np.float32), np.empty(limits.max_nodes, np.float32)
     for b in range(batch):
         nodes[b, OWNER], nodes[b, PARENT], nodes[b, TOKEN], nodes[b, DEPTH] = b, -1, roots.about[b, LAST], 0
         nodes[b, FIRST], nodes[b, COUNT] = -1, 0
-        scores[b] = ONE
+        scores[b], values[b] = ONE, roots.urgency[b]
     sort_by_owner(work, drafts.owners, batch)
     used, heap_size, picks, next_root = batch, 0, 0, 0
     while next_root < batch or (heap_size and picks < limits.max_nodes):
@@ -174,23 +178,23 @@ def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
             node = next_root
             next_root += 1
         else:
-            node, heap_size = pop(heap, heap_size, scores)
+            node, heap_size = pop(heap, heap_size, values)
             owner = nodes[node, OWNER]
             if taken[owner] == limits.max_per_request[owner]:
                 continue
             chosen[picks], chosen_scores[picks] = node, scores[node]
-            owners[picks] = roots.about[owner, PLACE]
+            owners[picks], urgency[picks] = roots.about[owner, PLACE], roots.urgency[owner]
             picks += 1
             taken[owner] += 1
         if nodes[node, DEPTH] >= roots.about[nodes[node, OWNER], MAX_DEPTH]:
             continue
         count = expand(work, node, used, (drafts, roots, noise, table), weights, limits)
         for child in range(used, used + count):
-            if scores[child] >= limits.min_score:
-                heap_size = push(heap, heap_size, scores, child)
+            if values[child] >= limits.min_score:
+                heap_size = push(heap, heap_size, values, child)
         used += count
     nodes, scores, features = nodes[:used], scores[:used], work.features[:used]
-    return nodes, scores, features, chosen[:picks], chosen_scores[:picks], owners[:picks]
+    return nodes, scores, features, chosen[:picks], chosen_scores[:picks], urgency[:picks], owners[:picks]
 
 
 @inline_jit
@@ -203,6 +207,7 @@ def new_workspace(drafts, noise, table, weights, limits):  # type: ignore[no-unt
     order = np.empty(len(drafts.tokens), np.int32)
     return Workspace(
         np.empty((size, COLUMNS), np.int32),
+        np.empty(size, np.float32),
         np.empty(size, np.float32),
         np.empty((size, 4 + noisy + source_count), np.int32),
         order,
@@ -233,8 +238,8 @@ def sort_by_owner(work, owners, batch):  # type: ignore[no-untyped-def]
 def expand(work, node, used, sources, weights, limits):  # type: ignore[no-untyped-def]
     """Add the children of a node as nodes `used …`, with their scores; returns their number."""
     drafts, roots, noise, table = sources
-    vocab_size, min_share = limits.vocab_size, np.float32(limits.min_score * SAFE_SHARE) / work.scores[node]
-    nodes, scores, children = work.nodes, work.scores, work.children
+    vocab_size, min_share = limits.vocab_size, np.float32(limits.min_score * SAFE_SHARE) / work.values[node]
+    nodes, scores, values, children = work.nodes, work.scores, work.values, work.children
     child_table, log_odds = children.child_table, children.log_odds
     b, parent, last, depth = nodes[node, OWNER], nodes[node, PARENT], nodes[node, TOKEN], nodes[node, DEPTH]
     low, high = nodes[node, LOW], nodes[node, HIGH]
@@ -266,7 +271,8 @@ def expand(work, node, used, sources, weights, limits):  # type: ignore[no-untyp
         )
         if child >= drafted:
             nodes[new, LOW] = nodes[new, HIGH] = 0
-        scores[new] = scores[node] / (ONE + np.exp(-log_odds[child]))
+        chance = ONE / (ONE + np.exp(-log_odds[child]))
+        scores[new], values[new] = scores[node] * chance, values[node] * chance
     return count
 
 

@@ -49,9 +49,9 @@ class GraphSampler:
         self._noise.clear()
         for rows, start in zip(plan.requests, accumulate(plan.lengths, initial=0), strict=False):
             if rows.sampler is not None and rows.complete:
-                noise = rows.sampler.noise_of(rows.tree.depths, self.width)
+                found, noise = rows.sampler.noise_addresses(rows.tree.depths, self.width)
                 first = start + rows.last_row
-                addresses[first : first + len(noise)] = [one.data_ptr() for one in noise]
+                addresses[first : first + len(found)] = found
                 self._noise += noise
         self._uses += 1
         if self._uses == WORTH_CAPTURING:

@@ -144,7 +144,7 @@ class PendingGraphStep:
         step, plan, k = self.step, self.plan, self.k
         if step.on_gpu:
             torch.cuda.current_stream(step.device.device).synchronize()
-        results, all_logits = step.results.numpy().copy(), step.logits  # the next step overwrites the results
+        results, all_logits = step.results.numpy(), step.logits
         starts = np.cumsum([0, *plan.lengths[:-1]])
         first_logit = (1 + results.shape[1]) // 2  # there may be more than k predictions
 
@@ -156,8 +156,10 @@ class PendingGraphStep:
             starts,
             results[:, 0].astype(np.int64),
             logits,
-            results[:, 1 : 1 + k] if k else None,
-            results[:, first_logit : first_logit + k].view(np.float32) if k else None,
+            # Copies, because the next step overwrites the results; contiguous even if there is one row, because
+            # compiled code is compiled for a layout.
+            results[:, 1 : 1 + k].copy() if k else None,
+            results[:, first_logit : first_logit + k].copy().view(np.float32) if k else None,
             self.sampler.sampled.numpy().astype(np.int64) if self.sampler is not None else None,
             step.rows,
             perf_counter() - self.started,
