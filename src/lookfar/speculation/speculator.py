@@ -126,10 +126,10 @@ class Speculator:
     def _decide(self, batch: Batch) -> StepRecord:
         """Decide whether a step speculates. The controller is asked where all budgets are automatic."""
         requests = batch.requests
-        if batch.is_first_pass:
-            return StepRecord(batch, False, True, None)
-        prefills = any(request.is_prefilling for request in requests)
         samples = any(request.sampler.random is not None for request in requests)
+        if batch.is_first_pass:
+            return StepRecord(batch, samples, False, True, None)
+        prefills = any(request.is_prefilling for request in requests)
         if self.costs is None or not all(request.speculation.budget == "auto" for request in requests):
             return StepRecord(batch, samples, True, prefills, None)
         kind = step_kind(len(requests), samples)
