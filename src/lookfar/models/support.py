@@ -35,7 +35,8 @@ FALLBACK_FAMILIES = {
 }
 ONE_BY_ONE = {"mpt", "inkling_text"}  # families with a bias by position that is the same for all texts of a step
 MASK_FUNCTION = {"window": "create_sliding_window_causal_mask", "chunk": "create_chunked_causal_mask"}
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+INDEXED_TYPES = ("indexed_attention", "deepseek_sparse_attention")  # the second one in transformers 5.17
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *INDEXED_TYPES)
 STATE_TYPES = {"linear_attention", "conv", "moe", "mlp"}  # layers without attention
 HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # attention beside a state
 
@@ -59,7 +60,7 @@ class Support:
     @property
     def indexed(self) -> bool:
         """Whether layers choose keys by an indexer, which reads the mask itself."""
-        return "indexed_attention" in self.kinds
+        return not self.kinds.keys().isdisjoint(INDEXED_TYPES)
 
     @property
     def trees(self) -> bool:
