@@ -116,6 +116,7 @@ def test_at_least_fifteen_recurrent_families() -> None:
     assert len(RECURRENT_HERE) >= 15
 
 
+@pytest.mark.slow
 def test_time_step_limits_hold_for_prompts_and_not_for_answers() -> None:
     """transformers limits time steps where there are several tokens; `generate` decodes with single ones."""
     model = tiny_model("zamba2")
@@ -130,6 +131,7 @@ def test_time_step_limits_hold_for_prompts_and_not_for_answers() -> None:
     assert lm.generate(prompt + expected, max_new_tokens=4, reuse=True).stats.reused_tokens == 0
 
 
+@pytest.mark.slow
 def test_threads_share_a_model_with_recurrent_state() -> None:
     """Some through one LM, one through transformers itself, whose time steps stay limited meanwhile."""
     model = tiny_model("zamba2")

@@ -30,6 +30,18 @@ class StepBatch:
     def __len__(self) -> int:
         return len(self.requests)
 
+    def catch_up(self) -> None:
+        """Keep neighbours that have tokens to feed again, and the same number of tokens for each.
+
+        Without drafts to fill up a step, requests with less to feed could not be cached by it, and would never be even.
+        """
+        pending = [state.num_pending for state in self.requests]
+        if len(set(pending)) > 1:
+            first = next(i for i, count in enumerate(pending) if count > 1)
+            group = list(takewhile(lambda state: state.num_pending > 1, self.requests[first:]))
+            self.requests = group
+            self.chunks = [min(state.num_pending for state in group)] * len(group)
+
 
 class Scheduler:
     """Admits requests in their order, picks the ones that share a step, and commits its outcome.
@@ -227,7 +239,7 @@ class Scheduler:
                     state.stats.rows += length - pending + 1
                     state.stats.replayed_rows += (pending - 1) * state.replays
                 state.num_cached = self.cache.commit(state.kv, pending, accepted)
-                state.replays = walk is not None
+                state.replays = state.replays or walk is not None
         for state in reversed([state for state in batch.requests if state.is_finished]):
             if state.request.kv.export and state.error is None:
                 # The caller's own cache still holds what came from it; the last token was never fed.

@@ -87,6 +87,9 @@ class Batch(Protocol):
     def requests(self) -> Seq[SpeculatedRequest]: ...
     @property
     def chunks(self) -> Seq[int]: ...
+    def catch_up(self) -> None:
+        """Restrict the step to requests that have tokens to feed again, the same number for each."""
+
     @property
     def started(self) -> float:
         """When the step began (`perf_counter`)."""
