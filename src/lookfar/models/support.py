@@ -28,6 +28,8 @@ FALLBACK_FAMILIES = {
     "jamba": ONE_TOKEN,
     "mamba": ONE_TOKEN,
     "minimax": "it needs a cache class of its own, whose state cannot be put back",
+    "qwen4_exp": "its indexer keeps positions in the cache beside a recurrent state",
+    "qwen4_exp_text": "its indexer keeps positions in the cache beside a recurrent state",
     "recurrent_gemma": ONE_TOKEN,
     "zamba": ONE_TOKEN,
     "rwkv": "its recurrent state is not part of the cache, so it cannot be put back",
