@@ -36,9 +36,7 @@ class SourceBatch:
     """The sources of the requests of a step; kept while these stay the same."""
 
     def __init__(self) -> None:
-        self._sources: Seq[SourceKV] = ()
-        self._cache: DynamicCache = DynamicCache()
-        self._arguments: dict[str, Any] = {}
+        self.forget()
 
     def arguments(self, sources: Seq[SourceKV], text: Cache) -> dict[str, Any]:
         """Return the model's arguments for a step; `text` is the cache of the decoder's own tokens."""
@@ -64,7 +62,9 @@ class SourceBatch:
 
     def forget(self) -> None:
         """Release the sources of the last step."""
-        self.__init__()  # type: ignore[misc]
+        self._sources: Seq[SourceKV] = ()
+        self._cache: DynamicCache = DynamicCache()
+        self._arguments: dict[str, Any] = {}
 
 
 def measured_source(batch: int, hidden_size: int, like: torch.Tensor, text: Cache) -> dict[str, Any]:
