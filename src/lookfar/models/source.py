@@ -36,7 +36,9 @@ class SourceBatch:
     """The sources of the requests of a step; kept while these stay the same."""
 
     def __init__(self) -> None:
-        self.forget()
+        self._sources: Seq[SourceKV] = ()
+        self._cache: DynamicCache = DynamicCache()
+        self._arguments: dict[str, Any] = {}
 
     def arguments(self, sources: Seq[SourceKV], text: Cache) -> dict[str, Any]:
         """Return the model's arguments for a step; `text` is the cache of the decoder's own tokens."""
@@ -59,12 +61,6 @@ class SourceBatch:
         self._arguments = {"encoder_outputs": EncoderOutput(last_hidden_state=hidden)}
         if not mask.all():
             self._arguments["attention_mask"] = mask.long()
-
-    def forget(self) -> None:
-        """Release the sources of the last step."""
-        self._sources: Seq[SourceKV] = ()
-        self._cache: DynamicCache = DynamicCache()
-        self._arguments: dict[str, Any] = {}
 
 
 def measured_source(batch: int, hidden_size: int, like: torch.Tensor, text: Cache) -> dict[str, Any]:
