@@ -334,7 +334,7 @@ class LM:
             return ""
         if not support.drafts:
             return support.reason
-        return f"{request.max_length} tokens reach past {support.tree_limit}, where its rotary scaling sets in"
+        return f"{request.max_length} tokens reach past {support.tree_limit}, where its {support.limited_by} sets in"
 
     def _warn(self, reason: str) -> None:
         """Warn once for each reason."""

@@ -132,7 +132,7 @@ class BoundModel:
 
     def forget(self) -> None:
         """Keep nothing of the requests of the last step."""
-        self._sources.forget()
+        self._sources = SourceBatch()
 
     def packed_weights(self) -> AbstractContextManager[None]:
         """Let linear layers compute with packed weights while the context is open, if there are any."""

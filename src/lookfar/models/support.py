@@ -51,6 +51,7 @@ FALLBACK_FAMILIES = {
     "xlstm": "its recurrent state is not part of the cache, so it cannot be put back",
 }
 BIDIRECTIONAL_PROMPTS = {"paligemma"}
+ONE_MASK = {"paligemma"}  # families that take one mask for all layers, though these are of several types
 ONE_BY_ONE = {"mpt", "inkling_text"}  # families with a bias by position that is the same for all texts of a step
 MASK_FUNCTION = {"window": "create_sliding_window_causal_mask", "chunk": "create_chunked_causal_mask"}
 INDEXED_TYPES = ("indexed_attention", "deepseek_sparse_attention")  # the second one in transformers 5.17
@@ -77,6 +78,7 @@ class Support:
     takes_media: bool = False  # prompts may hold images, audio or video
     first_pass: bool = False  # transformers has to run every prompt: its tokens see later ones, or it has a source
     tree_limit: int | None = None  # drafts are exact up to this length; longer requests use the fallback
+    limited_by: str = "rotary scaling"  # what sets in there
 
     @property
     def why_not_flat(self) -> str:
@@ -120,6 +122,9 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
         "first_pass": config.is_encoder_decoder or config.model_type in BIDIRECTIONAL_PROMPTS,
         "tree_limit": _tree_limit(text),
     }
+    if config.model_type in ONE_MASK and by_layer_type:
+        facts |= {"kinds": {"full_attention": LayerKind()}, "by_layer_type": False, "limited_by": "sliding window"}
+        facts["tree_limit"] = text.sliding_window  # up to there, all layers see the same
     facts["counts_padding"] = not (facts["alibi"] or facts["recurrent"] or _takes_positions(model_class))
     facts["one_by_one"] = text.model_type in ONE_BY_ONE or (mode == "chain" and not facts["recurrent"])
     return Support(config.model_type, mode, reason, **facts)
