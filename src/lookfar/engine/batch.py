@@ -17,7 +17,6 @@ class StepBatch:
     started: float
     others_wait: bool = False  # for a place in the batch
     is_first_pass: bool = False  # transformers runs the prompts of the requests
-    is_first_pass: bool = False  # transformers runs the prompts of the requests
     seconds: float = 0.0
     host_seconds: float = 0.0
 
