@@ -14,24 +14,25 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from families import CHAINS, FALLBACK, RECURRENT, TREES
-from lookfar.models.support import AUTO_CLASSES, Mode, examine, loaded_class
+from lookfar.models.support import Mode, examine, loaded_class
 from media import MEDIA
 from sources import CHAIN_FAMILIES, FALLBACK as OTHER_SOURCES, TREE_FAMILIES
 
 HEAD = """# Models
 
 How the draft tokens of a model are verified, by family, with transformers {version}. This page is written by
-`python tests/model_table.py > docs/models.md` from the default config of every family that transformers can generate text
-with. `lookfar check MODEL` says the same of a checkpoint, whose config may differ (a window, a rotary scaling, a quantisation).
+`python tests/model_table.py > docs/models.md` from the default config of every family that transformers can generate
+text with. `lookfar check MODEL` says the same of a checkpoint, whose config may differ: a window, a rotary scaling,
+a quantisation.
 
 - **tree**: drafts of all sources are verified as one tree.
 - **chain**: drafts are verified as one path. Recurrent states are put back after a rejected draft, and the accepted
   tokens are fed again in front of the next drafts.
 - **none**: transformers decodes, with one warning that names the reason.
 
-*Shown by* names the test that compares a tiny random model of the family with its own `generate`, greedy and sampled, alone
-and in batches. Families without one are judged by their config and code; model code outside of transformers is checked when it is
-loaded.
+*Shown by* names the test that compares a tiny random model of the family with its own `generate`, greedy and sampled,
+alone and in batches. Families without one are judged by their config and code; model code outside of transformers is
+checked when it is loaded.
 
 {counts}
 """
