@@ -59,8 +59,11 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size
     return ids
 
 
-def chat_text(messages: Messages, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Format a conversation with the tokenizer's chat template, ready for the model's answer."""
+def chat_text(messages: Messages, tokenizer: PreTrainedTokenizerBase | None, **arguments: Any) -> str:
+    """Format a conversation with the tokenizer's chat template, ready for the model's answer.
+
+    `arguments` are for the template: `tools`, or what it knows beside them.
+    """
     if tokenizer is None:
         raise RequestError("chat needs a tokenizer: pass one to lookfar.LM(model, tokenizer).")
     if not getattr(tokenizer, "chat_template", None):
@@ -69,7 +72,8 @@ def chat_text(messages: Messages, tokenizer: PreTrainedTokenizerBase | None) -> 
     if not listed or not messages or not all(isinstance(message, Mapping) for message in messages):
         raise RequestError(MESSAGE_FORM)
     texts = [{**message, "content": _message_text(message)} for message in messages]
-    return _checked_text(str(tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False)))
+    text = tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False, **arguments)
+    return _checked_text(str(text))
 
 
 def _message_text(message: Mapping[str, Any]) -> str | None:

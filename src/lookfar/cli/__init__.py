@@ -15,6 +15,7 @@ from lookfar.cli.compare import compare
 from lookfar.cli.explain import explain
 from lookfar.cli.generate import generate
 from lookfar.cli.options import say
+from lookfar.cli.serve import serve
 from lookfar.cli.store import app as store
 from lookfar.cli.tune import tune
 from lookfar.errors import LookfarError, LookfarWarning
@@ -32,6 +33,7 @@ app.command()(compare)
 app.command()(check)
 app.command()(explain)
 app.command()(tune)
+app.command()(serve)
 app.add_typer(bench, name="bench")
 app.add_typer(store, name="store")
 

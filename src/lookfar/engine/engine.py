@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from lookfar.engine.costs import known_costs, save_refined_costs
+from lookfar.engine.counts import EngineCounts
 from lookfar.engine.limits import check_request
 from lookfar.engine.outputs import StepOutput
 from lookfar.engine.request import Request, RequestState
@@ -54,6 +55,7 @@ class Engine:
         self.cache = runner.create_cache()
         self.scheduler = Scheduler(self.cache, self.config.max_batch, self.config.prefill_chunk)
         self.speculator = Speculator(costs)
+        self.counts = EngineCounts()
         self.is_rehearsed = False  # whether a warm-up has decoded something with the model as it is
         self._handles = count()
 
@@ -78,6 +80,7 @@ class Engine:
             result = pending.result()
             walks = verify(batch.requests, plan, result)
             self.speculator.observe(walks, result)
+            self.counts.add(plan, walks)
             return self.scheduler.commit(batch, plan, walks, result)
         except BaseException as error:
             return self.scheduler.recover(batch, error, retry=isinstance(error, Exception))

@@ -1,0 +1,34 @@
+"""An LM, its settings and its keys → a server that runs until it is told to stop."""
+
+from __future__ import annotations
+
+import logging
+
+from lookfar.errors import ConfigError
+from lookfar.lm import LM
+from lookfar.server.app import create_app
+from lookfar.server.config import ServerConfig
+from lookfar.server.keys import ApiKeys
+from lookfar.server.run import make_server
+from lookfar.server.service import Service
+
+log = logging.getLogger("lookfar.server")
+
+
+def serve_forever(lm: LM, config: ServerConfig, keys: ApiKeys, address: tuple[str, int]) -> None:
+    """Serve until SIGINT or SIGTERM; then finish what is running, save the store, and return."""
+    service = Service(lm, config)
+    for tenant in keys.tenants:
+        service.namespaces.draft_state(tenant.namespace)  # a damaged file is found now
+    server = make_server(create_app(service, keys), service, *address)
+    fields = {"model": config.model_name, "device": str(lm.device), "keys": keys.required}
+    log.info("starting", extra={"fields": fields | {"url": f"http://{address[0]}:{address[1]}"}})
+    try:
+        server.run()
+    except SystemExit as error:  # uvicorn has logged why
+        raise ConfigError(
+            f"The server cannot listen on {address[0]}, port {address[1]}: use another --port."
+        ) from error
+    except KeyboardInterrupt:  # uvicorn repeats the signal when it has stopped
+        pass
+    log.info("stopped")
