@@ -9,6 +9,7 @@ import secrets
 from time import monotonic
 from typing import Any
 
+from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -97,8 +98,8 @@ class _Body:
         message = await self._receive()
         if message["type"] == "http.request":
             self._size += len(message.get("body", b""))
-            if self._size > self._limit:
-                raise _too_large(self._limit)
+            if self._size > self._limit:  # FastAPI would turn other exceptions into a 400
+                raise HTTPException(413, _too_large(self._limit).message.rstrip("."))
         return message
 
 
