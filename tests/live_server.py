@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+import pytest
 
 from families import tiny_model
 from helpers import byte_tokenizer, wait_until
@@ -29,6 +33,17 @@ def byte_lm(**options: object) -> LM:
     tokenizer.chat_template = TOOL_TEMPLATE
     model = tiny_model("llama", vocab_size=258, max_position_embeddings=512, eos_token_id=1)
     return LM(model, tokenizer, **{"budget": 8, "max_batch": 4, "prefill_chunk": 64, **options})  # type: ignore[arg-type]
+
+
+def slow_down(lm: LM, patch: pytest.MonkeyPatch, seconds: float = 0.01) -> None:
+    """Make every step take a while, so that requests are still running when the test looks."""
+    step = lm.engine.step
+
+    def slower() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    patch.setattr(lm.engine, "step", slower)
 
 
 @dataclass

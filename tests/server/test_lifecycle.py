@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +13,7 @@ import httpx
 import pytest
 
 from helpers import wait_until
-from live_server import LiveServer, byte_lm, live_server
+from live_server import LiveServer, byte_lm, live_server, slow_down
 from lookfar.lm import LM
 from lookfar.server.admission import AHEAD, Admission
 from lookfar.server.config import ServerConfig
@@ -32,17 +31,6 @@ def lm() -> LM:
 def server(lm: LM) -> Any:
     with live_server(lm, ServerConfig(model_name="tiny", max_queue=2)) as running:
         yield running
-
-
-def slow_down(lm: LM, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.01) -> None:
-    """Make every step take a while, so that requests are still running when the test looks."""
-    step = lm.engine.step
-
-    def slower() -> Any:
-        time.sleep(seconds)
-        return step()
-
-    monkeypatch.setattr(lm.engine, "step", slower)
 
 
 def post(server: LiveServer, path: str = "/v1/completions", **body: Any) -> httpx.Response:

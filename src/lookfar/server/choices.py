@@ -25,7 +25,7 @@ class Delta:
     tokens: list[int]
     logprobs: list[TokenLogprob]
     finish_reason: FinishReason | None  # set in the last one
-    outputs: list[StepOutput] = field(default_factory=list)
+    steps: list[tuple[StepOutput, str]] = field(default_factory=list)  # with the text that each added
 
 
 class Choice:
@@ -59,7 +59,7 @@ class Choice:
         self.text += text
         self.tokens += tokens
         self.logprobs += logprobs
-        return Delta(self.index, text, tokens, logprobs, output.finish_reason, [output])
+        return Delta(self.index, text, tokens, logprobs, output.finish_reason, [(output, text)])
 
 
 def make_choices(tokenizer: PreTrainedTokenizerBase | None, job: Job, prepared: list[PreparedRequest]) -> list[Choice]:
@@ -79,7 +79,7 @@ def merged(deltas: list[Delta]) -> list[Delta]:
             [token for one in parts for token in one.tokens],
             [logprob for one in parts for logprob in one.logprobs],
             parts[-1].finish_reason,
-            [output for one in parts for output in one.outputs],
+            [step for one in parts for step in one.steps],
         )
         for index, parts in by_index.items()
     ]

@@ -46,7 +46,7 @@ def add_monitoring(app: FastAPI, service: Service, status: Status) -> None:
         return Response(service.metrics.exposition(), media_type=METRICS_TYPE)
 
     @app.get("/lookfar/status")
-    async def status_endpoint() -> dict[str, Any]:
+    async def status_endpoint(since: float = 0.0) -> dict[str, Any]:
         return {
             "version": __version__,
             "model": name,
@@ -55,7 +55,7 @@ def add_monitoring(app: FastAPI, service: Service, status: Status) -> None:
             "max_model_len": lm.engine.max_length,
             "has_chat_template": bool(getattr(lm.tokenizer, "chat_template", None)),
             "now": status.snapshot(),
-            "history": list(status.history),
+            "history": [one for one in status.history if one["time"] > since],
         }
 
 

@@ -6,7 +6,15 @@ from importlib.resources import files
 
 from fastapi import FastAPI, HTTPException, Response
 
-TYPES = {"index.html": "text/html", "style.css": "text/css", "page.js": "text/javascript", "tree.js": "text/javascript"}
+TYPES = {
+    "index.html": "text/html",
+    "style.css": "text/css",
+    "page.js": "text/javascript",
+    "stream.js": "text/javascript",
+    "pane.js": "text/javascript",
+    "tree.js": "text/javascript",
+    "charts.js": "text/javascript",
+}
 # Scripts and styles come from this server only, and the page talks to nobody else.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

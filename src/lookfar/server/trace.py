@@ -15,7 +15,7 @@ def traced(lm: LM, options: LookfarOptions | None, delta: Delta) -> dict[str, An
     """Return the steps of a delta, if the request asks for them."""
     if options is None or not options.trace:
         return {}
-    steps = [asdict(explain_step(lm, output)) for output in delta.outputs if output.tokens]
+    steps = [asdict(explain_step(lm, output)) | {"text": text} for output, text in delta.steps]
     for step in steps:
         for node in step["nodes"]:
             node["probability"] = round(node["probability"], 5)
