@@ -24,7 +24,7 @@ from lookfar.engine.warmup import example_prompt, warm_up
 from lookfar.errors import LookfarWarning, ModelError, RequestError
 from lookfar.models.binding import BoundModel
 from lookfar.models.hooks import has_position_hooks
-from lookfar.models.self_check import verifies_trees
+from lookfar.models.self_check import why_not_verified
 from lookfar.options import GenerateOptions, GenerationArguments
 from lookfar.prompts import Messages, Prompt, as_prompts, chat_text, encode, ids_of
 from lookfar.retrieval.draft_store import DraftStore
@@ -96,8 +96,8 @@ class LM:
         self.remember = remember
         config = EngineConfig(max_batch, max_length, prefill_chunk)
         bound = BoundModel(model, pack=pack)
-        if bound.support.trees and not _is_stock(model) and not verifies_trees(bound):
-            bound.refuse("its code does not follow the mask, positions and cache it is given")
+        if reason := why_not_verified(bound):
+            bound.refuse(reason)
         state = self.new_draft_state(bound.vocab_size)
         if store is not None:
             state.store.load(store)
@@ -146,7 +146,7 @@ class LM:
         prompt included (1,024); with `sampling`, sampled ones too. Outputs, draft state and random generators stay as
         they are. Requests of other threads run in between. What is done already is not done again.
         """
-        if self.engine.runner.model.support.reason or self.why_call_falls_back():
+        if not self.engine.runner.model.support.drafts or self.why_call_falls_back():
             return
         ids, kinds = example_prompt(self.engine), (False, True) if sampling else (False,)
         examples = [self.requests(ids, max_new_tokens=len(ids), do_sample=kind, seed=0)[0][0] for kind in kinds]
@@ -328,9 +328,9 @@ class LM:
         support = self.engine.runner.model.support
         if self.engine.can_speculate(request):
             return ""
-        return support.reason or (
-            f"{request.max_length} tokens reach past {support.tree_limit}, where its rotary scaling sets in"
-        )
+        if not support.drafts:
+            return support.reason
+        return f"{request.max_length} tokens reach past {support.tree_limit}, where its rotary scaling sets in"
 
     def _warn(self, reason: str) -> None:
         """Warn once for each reason."""
@@ -343,7 +343,3 @@ class LM:
         output = result.token_ids
         text = self.tokenizer.decode(output, skip_special_tokens=True) if self.tokenizer is not None else ""
         return Completion(str(text), output, result.finish_reason, result.stats)
-
-
-def _is_stock(model: PreTrainedModel) -> bool:
-    return type(model).__module__.startswith("transformers.")

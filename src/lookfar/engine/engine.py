@@ -10,6 +10,7 @@ from itertools import count
 
 from lookfar.engine.costs import known_costs, save_refined_costs
 from lookfar.engine.counts import EngineCounts
+from lookfar.engine.first_pass import FirstPassStep
 from lookfar.engine.limits import check_request
 from lookfar.engine.outputs import StepOutput
 from lookfar.engine.request import Request, RequestState
@@ -73,9 +74,13 @@ class Engine:
         if not batch.requests:
             return self.scheduler.take_ended()
         try:
+            runner = FirstPassStep(batch.requests) if batch.is_first_pass else self.runner
+        except Exception as error:
+            return self.scheduler.fail(batch, error)
+        try:
             plan = self.speculator.plan(batch, self.runner.limits)
             plan.shared = self.scheduler.is_shared
-            pending = self.runner.launch(plan, self.cache)
+            pending = runner.launch(plan, self.cache)
             self.speculator.learn()  # from the last step, while the device works
             result = pending.result()
             walks = verify(batch.requests, plan, result)
@@ -174,6 +179,6 @@ class Engine:
         check_request(request, self.runner, self.max_length)
 
     def can_speculate(self, request: Request) -> bool:
-        """Whether draft trees for this request are verified exactly; transformers decodes other requests."""
+        """Whether drafts for this request are verified exactly; transformers decodes other requests."""
         support = self.runner.model.support
-        return support.trees and (support.tree_limit is None or request.max_positions <= support.tree_limit)
+        return support.drafts and (support.tree_limit is None or request.max_positions <= support.tree_limit)

@@ -44,12 +44,17 @@ class SlotBuffers(Cache):
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all allocated buffers."""
-        return [buffer for layer in self.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
+        return [buffer for layer in self.attention() if layer.is_initialized for buffer in (layer.keys, layer.values)]
+
+    def attention(self) -> list[SlotLayer]:
+        """Return the layers that hold keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
 
     def resize(self, slots: int, capacity: int) -> None:
         """Make the buffers larger and keep their contents; on a `CapacityError` they are unchanged."""
-        larger = [layer.resized(slots, capacity + 1) for layer in self.layers]
-        for layer, buffers in zip(self.layers, larger, strict=True):
+        layers = self.attention()
+        larger = [layer.resized(slots, capacity + 1) for layer in layers]
+        for layer, buffers in zip(layers, larger, strict=True):
             if buffers is not None:
                 layer.keys, layer.values = buffers
         self.slots, self.capacity, self.generation = slots, capacity, next(_generations)

@@ -1,17 +1,61 @@
-"""Self-check of model code outside of transformers: compares a tree step with the same tokens alone."""
+"""Self-checks of model code: a tree step, or a step from a recurrent state, against the same tokens alone."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+from lookfar.core.arrays import Ints
 from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.tree import DraftTree
+from lookfar.kvcache.recurrent import RecurrentKVCache
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
 
 PROMPT, BRANCH = 6, 4
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # anything coarser: 0.1
+
+
+def why_not_verified(bound: BoundModel) -> str:
+    """Return why a model's code cannot verify drafts as its `support` says; empty if it can.
+
+    Trees are checked for code outside of transformers, recurrent states for all: kernels of other libraries may take
+    part.
+    """
+    stock = type(bound.model).__module__.startswith("transformers.")
+    if bound.support.trees and not stock and not verifies_trees(bound):
+        return "its code does not follow the mask, positions and cache it is given"
+    if bound.support.recurrent and not verifies_chains(bound):
+        return "its code does not continue from a recurrent state with several tokens as with single ones"
+    if bound.support.mode == "chain" and not bound.support.recurrent and not stock:
+        return bound.support.reason
+    return ""
+
+
+def verifies_chains(bound: BoundModel) -> bool:
+    """Compare the logits of several tokens after a prompt with those of the same tokens one by one."""
+    tokens = np.random.default_rng(0).integers(0, bound.vocab_size, PROMPT + BRANCH)
+    try:
+        at_once, alone = (_continued(bound, tokens, rows) for rows in (BRANCH, 1))
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
+        return False
+    return agree(at_once, alone)
+
+
+def _continued(bound: BoundModel, tokens: Ints, rows: int) -> torch.Tensor:
+    """Return the logits after a prompt, `rows` tokens in each step."""
+    cache = RecurrentKVCache(bound.model.config)
+    cache.reserve(1, len(tokens), most=1, keep=False)
+    handle, cached = cache.allocate()
+    found = []
+    for end in range(PROMPT, len(tokens) + 1, rows):
+        fed = tokens[cached:end]
+        plan = StepPlan([RequestPlan(fed, cached, handle, predict=len(fed))])
+        plan.prefills = not cached
+        logits = bound.forward(plan, cache)[0]
+        cached = cache.commit(handle, len(fed))
+        found.append(logits)
+    return torch.cat(found[1:])
 
 
 def verifies_trees(bound: BoundModel) -> bool:

@@ -40,11 +40,13 @@ def generate(
     streamer: BaseStreamer | None = None,
     strategy: StrategySpec = None,
     budget: Budget = None,
+    inputs_tensor: torch.Tensor | None = None,
     **inputs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode a call of `model.generate(**inputs, custom_generate=lookfar.generate)`.
 
-    `strategy` and `budget` can be given to `model.generate` beside it.
+    `strategy` and `budget` can be given to `model.generate` beside it. `inputs_tensor` is what an encoder has read;
+    transformers passes it to loops that name it.
     """
     streamer = streamer or _streamer_of_caller()
     mode = generation_config.get_generation_mode()
@@ -63,7 +65,7 @@ def generate(
             )
         return getattr(type(model), loop)(model, input_ids, **prepared, **inputs)
     state = state_of(model)
-    call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+    call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs, inputs_tensor)
     try:
         if synced_gpus:
             raise UnsupportedCall("synced_gpus is set")

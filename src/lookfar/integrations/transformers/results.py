@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 from lookfar.engine.outputs import RequestResult, StepOutput
 from lookfar.engine.request import Request
 from lookfar.integrations.transformers.call import GenerateCall
+from lookfar.models.time_steps import decoding
 from lookfar.sampling.sampler import process
 
 
@@ -68,7 +70,7 @@ def _fill_cache(call: GenerateCall, results: list[RequestResult], ids: torch.Ten
     if cache is None:
         return None
     if results[0].exported is not None:
-        for layer, kv in enumerate(results[0].exported):
+        for layer, kv in enumerate(results[0].exported.layers):
             if kv is not None:
                 cache.update(*kv, layer)
         return None
@@ -97,12 +99,13 @@ def _forward(call: GenerateCall, ids: torch.Tensor, last: int, cache: DynamicCac
     for start, end, feed in ((0, before, prompt), (before, mask.shape[1], answer)):
         if start == end:
             continue
-        feed |= {"attention_mask": mask[:, :end], "past_key_values": cache, "use_cache": True}
+        name = "cache_params" if "cache_params" in inputs else "past_key_values"
+        feed |= {"attention_mask": mask[:, :end], name: cache, "use_cache": True}
         if "position_ids" in inputs:
             feed["position_ids"] = positions[:, start:end]
         if "logits_to_keep" in inputs:
             feed["logits_to_keep"] = min(last, end - start)
-        with torch.no_grad():
+        with torch.no_grad(), decoding() if start else nullcontext():
             logits.append(model(**feed, return_dict=True).logits)
     return torch.cat(logits, 1)[:, -last:]
 

@@ -73,6 +73,8 @@ class CudaGraphRunner:
         """Run a small tree and return why this model cannot be run in flat steps; empty if it can."""
         if self.model.support.alibi:
             return "its attention adds a bias by position"
+        if self.model.support.encoder_decoder:
+            return "its decoder also reads a source"
         plan, cache = branched_plan(self.model.vocab_size), one_slot(CAPACITY)
         with _on(self.model.device):
             expected = self.model.forward(plan, one_slot(CAPACITY))[0]
