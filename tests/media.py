@@ -193,9 +193,7 @@ MEDIA: dict[str, Family] = {
     "llava:sliding": Family(
         vision({"model_type": "mistral", **TEXT, "sliding_window": WINDOW}, CLIP), images(3, 8, 8), 4
     ),
-    "llava_next": Family(
-        vision(LLAMA, CLIP, image_grid_pinpoints=[[8, 8]]), sized_images(2, 3, 8, 8), 4 + 2 * 3
-    ),
+    "llava_next": Family(vision(LLAMA, CLIP, image_grid_pinpoints=[[8, 8]]), sized_images(2, 3, 8, 8), 4 + 2 * 3),
     "llava_onevision": Family(
         vision({"model_type": "qwen2", **TEXT}, SIGLIP, image_grid_pinpoints=[[8, 8]], vision_feature_layer=-1),
         sized_images(2, 3, 8, 8),
@@ -225,7 +223,13 @@ MEDIA: dict[str, Family] = {
     "qwen2_5_vl": Family(
         vision(
             {**TEXT, "rope_parameters": MROPE},
-            {**PATCHES, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "fullatt_block_indexes": [1]},
+            {
+                **PATCHES,
+                "hidden_size": 32,
+                "out_hidden_size": 32,
+                "intermediate_size": 48,
+                "fullatt_block_indexes": [1],
+            },
             vision_start_token_id=5,
         ),
         grids(2, 3),
@@ -257,9 +261,7 @@ MEDIA: dict[str, Family] = {
         1,
     ),
     "cohere2_vision": Family(
-        vision(
-            {"model_type": "cohere2", **TEXT, **MIXED}, SIGLIP, downsample_factor=2, alignment_intermediate_size=32
-        ),
+        vision({"model_type": "cohere2", **TEXT, **MIXED}, SIGLIP, downsample_factor=2, alignment_intermediate_size=32),
         images(3, 8, 8),
         1,
     ),
@@ -294,7 +296,11 @@ MEDIA: dict[str, Family] = {
     ),
     "phi4_multimodal": Family(PHI4, phi4_audio, 8),
     "voxtral": Family(
-        {"text_config": LLAMA, "audio_config": {**AUDIO, "encoder_ffn_dim": 128, "intermediate_size": 128}, "audio_token_id": PLACEHOLDER},
+        {
+            "text_config": LLAMA,
+            "audio_config": {**AUDIO, "encoder_ffn_dim": 128, "intermediate_size": 128},
+            "audio_token_id": PLACEHOLDER,
+        },
         mel(32),
         4,
     ),

@@ -40,6 +40,9 @@ Keys = Annotated[
     Path | None,
     typer.Option("--keys", help="A file of API keys, a line for each: NAME KEY. LOOKFAR_API_KEYS may hold some, too."),
 ]
+PrefixMemory = Annotated[
+    float, typer.Option(help="GiB for the KV of past texts, so that prompts that begin alike are read once; 0: off.")
+]
 MaxQueue = Annotated[int, typer.Option(help="Answers that may wait for a place; then 429.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")]
 Drain = Annotated[float, typer.Option(help="Seconds that running requests get when the server is stopped.")]
@@ -67,6 +70,7 @@ def serve(
     max_batch: MaxBatch = 8,
     max_length: options.MaxLength = None,
     prefill_chunk: PrefillChunk = None,
+    prefix_memory: PrefixMemory = 1.0,
     max_queue: MaxQueue = 256,
     timeout: Timeout = 600.0,
     drain: Drain = 30.0,
@@ -94,6 +98,7 @@ def serve(
     config = ServerConfig(
         model_name=name or model,
         max_queue=max_queue,
+        prefix_bytes=int(prefix_memory * (1 << 30)),
         request_timeout=timeout,
         drain_seconds=drain,
         store=store,

@@ -17,6 +17,7 @@ from lookfar.engine.request import Request, RequestState
 from lookfar.engine.scheduler import Scheduler
 from lookfar.engine.verify import verify
 from lookfar.errors import ConfigError, ModelError
+from lookfar.kvcache.prefix_cache import PrefixCache
 from lookfar.models.weight_changes import ModelChange
 from lookfar.runners.base import ModelRunner
 from lookfar.speculation.cost_curve import CostCurve
@@ -134,12 +135,23 @@ class Engine:
         """
         change = self.runner.refresh(everything)
         self.is_rehearsed = self.is_rehearsed and change is ModelChange.NONE
+        if change is not ModelChange.NONE:
+            self._forget_prefixes()
         if change is ModelChange.WEIGHTS:
             self.cache.forget()
         elif change is ModelChange.SHAPE:
             self.scheduler.end_all(ModelError(RESHAPED))
             self.cache.clear()
             self.speculator.costs = None
+
+    def share_prefixes(self, max_bytes: int) -> None:
+        """Keep the KV of past texts, up to `max_bytes`, for requests with `reuse` whose prompts begin like them."""
+        if self.cache.shares_prefixes and max_bytes:
+            self.scheduler.reuse.prefixes = PrefixCache(max_bytes)
+
+    def _forget_prefixes(self) -> None:
+        if self.scheduler.reuse.prefixes is not None:
+            self.scheduler.reuse.prefixes.clear()
 
     def cancel(self, handle: int) -> None:
         """Drop a request; nothing happens if it has ended."""

@@ -10,6 +10,7 @@ from time import perf_counter
 
 from lookfar.core.plan import RunnerLimits, StepPlan
 from lookfar.engine.outputs import RequestResult, StepOutput
+from lookfar.engine.prefix_reuse import PrefixReuse
 from lookfar.engine.request import RequestState
 from lookfar.engine.verify import Walk
 from lookfar.errors import CapacityError
@@ -43,6 +44,7 @@ class Scheduler:
         self.max_batch = max_batch
         self.prefill_chunk = prefill_chunk
         self.waiting: deque[RequestState] = deque()
+        self.reuse = PrefixReuse(cache)
         self.retrying: deque[RequestState] = deque()  # of a step that failed: they run one at a time
         self.running: dict[int, RequestState] = {}  # by handle in the KV cache
         self.paused: dict[int, RequestState] = {}  # by handle of the request
@@ -169,8 +171,7 @@ class Scheduler:
                 self.running[state.kv] = state
                 state.num_cached = self.cache.import_kv(state.kv, kv)
             else:
-                reuse = request.kv.reuse and request.kv.first is None  # the tokens of an image do not say which
-                state.kv, state.num_cached = self.cache.allocate(request.prompt if reuse else ())
+                self.reuse.allocate(state)
                 self.running[state.kv] = state
         except BaseException as error:
             state.fail(error)
@@ -237,6 +238,8 @@ class Scheduler:
                     state.stats.rows += length - pending + 1
                     state.stats.replayed_rows += (pending - 1) * state.replays
                 state.num_cached = self.cache.commit(state.kv, pending, accepted)
+                if walk is not None and state.stats.steps == 1:  # requests that come meanwhile begin like it, perhaps
+                    self.reuse.keep(state)
                 state.replays = walk is not None
         for state in reversed([state for state in batch.requests if state.is_finished]):
             if state.request.kv.export and state.error is None:
@@ -333,9 +336,7 @@ class Scheduler:
 
     def _release(self, state: RequestState) -> None:
         """Free the KV of a request; later requests may start from it if its tokens are known."""
-        kv = state.request.kv
-        known = kv.embeds is None and kv.past is None and kv.first is None and state.error is None
-        self.cache.free(state.kv, state.ids[: state.num_cached] if known else ())
+        self.reuse.free(state)
         del self.running[state.kv]
         state.kv = -1
 

@@ -84,7 +84,8 @@ def _prepare_one(lm: LM, job: Job, ids: list[int], choice: int, draft_state: Dra
         recorder = LogprobRecorder(len(ids), job.top_logprobs)
         sampling = replace(sampling, processors=LogitsProcessorList([recorder, *(sampling.processors or ())]))
     remember = request.remember and job.remember and job.tenant.remember
-    changed = replace(request, stop_ids=stop_ids, criteria=criteria, sampling=sampling)
+    kv = replace(request.kv, namespace=job.tenant.namespace)
+    changed = replace(request, stop_ids=stop_ids, criteria=criteria, sampling=sampling, kv=kv)
     return PreparedRequest(replace(changed, remember=remember, draft_state=draft_state), recorder)
 
 

@@ -33,6 +33,8 @@ class Service:
     def __init__(self, lm: LM, config: ServerConfig | None = None) -> None:
         self.lm = lm
         self.config = config or ServerConfig()
+        if lm.engine.scheduler.reuse.prefixes is None:
+            lm.engine.share_prefixes(self.config.prefix_bytes)
         self.admission = Admission(lm.engine.config.max_batch, self.config.max_queue)
         self.metrics = Metrics()
         self.namespaces = Namespaces(lm, self.config.store)

@@ -21,6 +21,7 @@ GAUGES = {
     "paused": "Answers whose readers are slow.",
     "max_batch": "The most answers that are decoded at once.",
     "kv_bytes": "Memory of the KV cache.",
+    "prefix_bytes": "Memory of the prefix cache.",
     "store_tokens": "Tokens in the draft stores.",
 }
 COUNTERS = {
@@ -60,6 +61,7 @@ class Status:
             "prompt_tokens": metrics.prompt_tokens,
             "cached_tokens": metrics.cached_tokens,
             "kv_bytes": engine.cache.nbytes,
+            "prefix_bytes": scheduler.reuse.prefixes.nbytes if scheduler.reuse.prefixes is not None else 0,
             "store_tokens": sum(service.namespaces.tokens.values()),
             "speculating": {str(requests): one.speculating for requests, one in controllers},
             "outcomes": dict(metrics.outcomes),

@@ -205,7 +205,9 @@ class GenerateCall:
         _require(config.use_cache is not False, "use_cache is off")
         _require(not (config.return_dict_in_generate and config.output_attentions), "attentions are asked for")
         _require(not (config.return_dict_in_generate and config.output_hidden_states), "hidden states are asked for")
-        _require(not self.media or support.takes_media, f"{', '.join(self.media)} cannot be fed together with draft tokens")
+        _require(
+            not self.media or support.takes_media, f"{', '.join(self.media)} cannot be fed together with draft tokens"
+        )
         if self.has_encoder:
             self._check_encoder()
         elif self.needs_first_pass(lm):

@@ -75,6 +75,7 @@ export function showServer(history, now, ids) {
     ["waiting", String(now.waiting)],
     ["tokens per step", now.decoded ? (now.tokens / now.decoded).toFixed(2) : "–"],
     ["KV cache", bytes(now.kv_bytes)],
+    ["prefix cache", bytes(now.prefix_bytes)],
     ["prompt tokens cached", share(now.cached_tokens, now.prompt_tokens)],
     ["draft store", `${now.store_tokens.toLocaleString()} tokens`],
     ["speculation by batch", speculates || "–"],
