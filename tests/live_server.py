@@ -31,7 +31,8 @@ def byte_lm(**options: object) -> LM:
     """A tiny random model that speaks bytes, with a chat template that takes tools."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TOOL_TEMPLATE
-    model = tiny_model("llama", vocab_size=258, max_position_embeddings=512, eos_token_id=1)
+    model = tiny_model("llama", vocab_size=258, max_position_embeddings=512)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
     return LM(model, tokenizer, **{"budget": 8, "max_batch": 4, "prefill_chunk": 64, **options})  # type: ignore[arg-type]
 
 

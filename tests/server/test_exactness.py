@@ -97,13 +97,13 @@ def test_answers_without_a_seed_differ(server: LiveServer) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_end_the_text_before_them(lm: LM, server: LiveServer, stream: bool) -> None:
     prompt = PROMPTS[1]
-    whole = lm.generate(prompt, max_new_tokens=48).text
-    stop = whole[9:12]
+    answer = lm.generate(prompt, max_new_tokens=48)
+    whole, stop = answer.text, answer.text[9:12]
     assert ask(server, prompt, {"max_tokens": 48, "stop": [stop, "not there"]}, stream) == (
         whole[: whole.index(stop)],
         "stop",
     )
-    assert ask(server, prompt, {"max_tokens": 48, "stop": "not there"}, stream) == (whole, "length")
+    assert ask(server, prompt, {"max_tokens": 48, "stop": "not there"}, stream) == (whole, answer.finish_reason)
 
 
 def test_chats_equal_chat(lm: LM, server: LiveServer) -> None:

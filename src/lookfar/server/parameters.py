@@ -130,7 +130,7 @@ def constraint_of(
     if response_format is None or response_format.type == "text":
         return {}
     if response_format.type == "json_object":
-        return {"json_schema": '{"type": "object"}'}
+        return {"json_schema": checked_schema("response_format", {"type": "object"}, limits)}
     if response_format.json_schema is None or response_format.json_schema.json_schema is None:
         raise invalid("response_format.json_schema", "response_format of type json_schema needs json_schema.schema.")
     return {"json_schema": checked_schema("response_format", response_format.json_schema.json_schema, limits)}

@@ -17,8 +17,6 @@ from lookfar.server.stop_strings import overlap
 
 # How models mark a call: Hermes, Qwen, SmolLM and Granite; Mistral; Llama 3.
 OPENINGS = ("<tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "<|python_tag|>")
-# Small models write blanks without end where a grammar lets them.
-SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 ARGUMENTS = ("arguments", "parameters", "args")
 
 
@@ -69,7 +67,7 @@ def call_constraint(call: CallFormat, tools: list[Tool], limits: Limits) -> dict
     """Return the constraint of an answer that has to be a tool call."""
     parameters = {tool.function.name: tool.function.parameters or {"type": "object"} for tool in tools}
     if call.forced is not None:
-        return {"json_schema": checked_schema("tools", SPACING | parameters[call.forced], limits)}
+        return {"json_schema": checked_schema("tools", parameters[call.forced], limits)}
     if not call.required:
         return {}
     one = [
@@ -87,7 +85,7 @@ def call_constraint(call: CallFormat, tools: list[Tool], limits: Limits) -> dict
         "maxItems": 8 if call.parallel else 1,
         "items": {"anyOf": one},
     }
-    return {"json_schema": checked_schema("tools", SPACING | calls, limits)}
+    return {"json_schema": checked_schema("tools", calls, limits)}
 
 
 def parse_calls(text: str, call: CallFormat) -> tuple[str, list[dict[str, Any]]]:
