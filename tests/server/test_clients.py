@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,55 @@ def test_llm(server: LiveServer, expected: str, tmp_path: Path) -> None:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=120)
         assert done.returncode == 0, done.stderr.decode()
         assert done.stdout.decode(errors="replace").rstrip("\n") == expected
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command with lines typed into it; returns its exit code and what it printed."""
+    from lookfar.cli import main
+
+    def run(*words: str, lines: tuple[str, ...] = ()) -> tuple[int, str]:
+        typed = iter(lines)
+
+        def read(_: str) -> str:
+            for line in typed:
+                return line
+            raise EOFError
+
+        monkeypatch.setattr("builtins.input", read)
+        monkeypatch.setattr(sys, "argv", ["lookfar", *words])
+        monkeypatch.setenv("COLUMNS", "200")
+        with warnings.catch_warnings(), pytest.raises(SystemExit) as caught:
+            main()
+        captured = capsys.readouterr()
+        return int(caught.value.code or 0), captured.out + captured.err
+
+    return run
+
+
+def test_lookfar_chat_with_a_server(server: LiveServer, expected: str, command: Any) -> None:
+    lines = ("Hello", "/strategy suffix", "Hello again", "/speed", "/nothing", "/reset", "/speed")
+    code, shown = command("chat", "--url", server.url, "--max-new-tokens", "20", lines=lines)
+    assert code == 0
+    printable = [line for line in expected.split("\n") if line.isprintable() and len(line) > 3]
+    assert all(line in shown for line in printable)
+    assert shown.count("20 tokens in") >= 3
+    assert "strategy: suffix" in shown
+    assert "There is no /nothing" in shown
+
+
+def test_lookfar_top(server: LiveServer, command: Any) -> None:
+    code, shown = command("top", server.url, "--once")
+    assert code == 0
+    assert "tiny on cpu" in shown
+    assert "tokens per step" in shown
+    assert "recycle" in shown  # a drafter
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nowhere", "http://[", ""])
+def test_a_server_that_is_not_there_is_one_sentence(url: str, command: Any) -> None:
+    for words in (("chat", "--url", url), ("top", url, "--once")):
+        code, shown = command(*words)
+        assert code == 2
+        assert shown.startswith("Error:")
+        assert "Traceback" not in shown

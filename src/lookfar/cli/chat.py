@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from lookfar.cli import options
+from lookfar.cli.remote import Key
 from lookfar.errors import LookfarError
 
 if TYPE_CHECKING:
@@ -24,8 +25,13 @@ if TYPE_CHECKING:
 System = Annotated[str | None, typer.Option(help="The system message.")]
 
 
+Url = Annotated[str | None, typer.Option(help="Talk with the model of a server, as in http://127.0.0.1:8000.")]
+
+
 def chat(
     model: options.Model = "demo",
+    url: Url = None,
+    key: Key = None,
     system: System = None,
     strategy: options.StrategyName = None,
     settings: options.Settings = None,
@@ -48,14 +54,25 @@ def chat(
     """Talk with MODEL. Ctrl-C stops an answer, /help shows the commands, Ctrl-D or /exit ends it."""
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     sampling = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
-    lm = options.load_model(model, options.ModelOptions(device, dtype, max_length, store, pack, compile, exact))
-    lm.chat_ids([{"role": "user", "content": "Hi"}])  # fails now if the model has no chat template
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  arrow keys and history while typing
+    if url is not None:
+        from lookfar.cli.remote import Server
+        from lookfar.cli.remote_chat import RemoteConversation
+
+        generation = {"max_tokens": max_new_tokens, "budget": rows, **sampling}
+        _converse(RemoteConversation(Server(url, key), system, generation, strategy))
+        return
+    lm = options.load_model(model, options.ModelOptions(device, dtype, max_length, store, pack, compile, exact))
+    lm.chat_ids([{"role": "user", "content": "Hi"}])  # fails now if the model has no chat template
     with contextlib.suppress(KeyboardInterrupt):  # the first answer is only slower without it
         lm.warmup(requests=1, length=4 * max_new_tokens, sampling=bool(sampling))
     lm.driver.captures_when_idle = True
-    talk = Conversation(lm, system, {"max_new_tokens": max_new_tokens, "budget": rows, **sampling}, chosen)
+    _converse(Conversation(lm, system, {"max_new_tokens": max_new_tokens, "budget": rows, **sampling}, chosen))
+
+
+def _converse(talk: Conversation) -> None:
+    """Answer what is typed until the end."""
     talk.out.print("[dim]/help shows the commands; Ctrl-C stops an answer, Ctrl-D ends the chat.[/]")
     while True:
         try:
@@ -75,8 +92,8 @@ def chat(
 class Conversation:
     """The messages so far, and the commands of the chat."""
 
-    def __init__(self, lm: LM, system: str | None, generation: dict[str, Any], strategy: StrategySpec) -> None:
-        self.lm = lm
+    def __init__(self, lm: Any, system: str | None, generation: dict[str, Any], strategy: StrategySpec) -> None:
+        self.lm: LM = lm
         self.out = Console(highlight=False)
         self.first = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.first)
@@ -145,7 +162,11 @@ class Conversation:
     def _next_generation(self) -> dict[str, Any]:
         """Return the options of the next answer; each has a seed of its own, so that a conversation can be repeated."""
         seed = self.generation.get("seed")
-        return self.generation | ({"seed": seed + len(self.answers)} if seed is not None else {})
+        return self.generation | ({"seed": seed + self.num_answers} if seed is not None else {})
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.answers)
 
     def speed(self, _: str) -> None:
         from lookfar.cli.answers import summary
