@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 
 from lookfar.errors import ConfigError
 from lookfar.lm import LM
@@ -23,12 +24,16 @@ def serve_forever(lm: LM, config: ServerConfig, keys: ApiKeys, address: tuple[st
     server = make_server(create_app(service, keys), service, *address)
     fields = {"model": config.model_name, "device": str(lm.device), "keys": keys.required}
     log.info("starting", extra={"fields": fields | {"url": f"http://{address[0]}:{address[1]}"}})
+    # uvicorn repeats a signal when it has stopped, and the process would end there.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         server.run()
     except SystemExit as error:  # uvicorn has logged why
         raise ConfigError(
             f"The server cannot listen on {address[0]}, port {address[1]}: use another --port."
         ) from error
-    except KeyboardInterrupt:  # uvicorn repeats the signal when it has stopped
+    except KeyboardInterrupt:
         pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
     log.info("stopped")
