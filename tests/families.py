@@ -58,6 +58,9 @@ SMALL: dict[str, Any] = {
     "n_shared_experts": 1,
     "moe_num_shared_experts": 1,
     "max_window_layers": 0,
+    # chunks of recurrent layers; steps are padded to them
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL_TEXT = {key: SMALL[key] for key in list(SMALL)[:8]} | TOKENS  # what every newer config knows
@@ -214,12 +217,20 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HYBRID | DELTA,
     "qwen3_5_moe_text": HYBRID | DELTA,
     "olmo_hybrid": HYBRID | DELTA,
-    "kimi_linear": HYBRID | LATENT,
+    "kimi_linear": HYBRID | LATENT | {"linear_head_dim": 8, "linear_num_heads": 4, "num_experts_per_token": 2},
     "bailing_hybrid": HYBRID | LATENT,
     "lfm2": SHORT_CONV,
     "lfm2_moe": SHORT_CONV | {"num_dense_layers": 1},
     "zaya": {"num_experts_per_tok": 1},
-    "inkling_text": {},
+    "inkling_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "sliding_window_size": WINDOW,
+        "layer_types": ["hybrid_sliding", "hybrid"],
+        "rel_extent": 16,
+        "d_rel": 4,
+    },
 }
 # Attention only, but without masks or positions of our own: chains, one request in a forward pass.
 CHAINS: dict[str, dict[str, Any]] = {

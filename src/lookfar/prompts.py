@@ -59,21 +59,47 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size
     return ids
 
 
-def chat_text(messages: Messages, tokenizer: PreTrainedTokenizerBase | None, **arguments: Any) -> str:
-    """Format a conversation with the tokenizer's chat template, ready for the model's answer.
+def chat_text(messages: Messages, tokenizer: Any, as_parts: bool = False, **arguments: Any) -> str:
+    """Format a conversation with the chat template of a tokenizer or processor, ready for the model's answer.
 
-    `arguments` are for the template: `tools`, or what it knows beside them.
+    Templates of multimodal models take the content of messages `as_parts`. `arguments` are for the template: `tools`,
+    or what it knows beside them.
     """
     if tokenizer is None:
         raise RequestError("chat needs a tokenizer: pass one to lookfar.LM(model, tokenizer).")
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("This tokenizer has no chat template: use generate with a plain prompt.")
+    texts = [{**message, "content": _message_text(message)} for message in _checked_messages(messages)]
+    if as_parts:
+        texts = [{**message, "content": _parts(message["content"])} for message in texts]
+    text = tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False, **arguments)
+    return _checked_text(str(text))
+
+
+def has_media(messages: Messages) -> bool:
+    """Whether a message of a conversation holds images, audio or video."""
+    parts = [part for message in _checked_messages(messages) for part in _parts(message.get("content")) or ()]
+    return any(isinstance(part, Mapping) and part.get("type", "text") != "text" for part in parts)
+
+
+def parts_of(messages: Messages) -> list[dict[str, Any]]:
+    """Return a conversation whose messages hold lists of parts."""
+    return [{**message, "content": _parts(message.get("content"))} for message in _checked_messages(messages)]
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _checked_messages(messages: Messages) -> Messages:
     listed = isinstance(messages, Seq) and not isinstance(messages, str)
     if not listed or not messages or not all(isinstance(message, Mapping) for message in messages):
         raise RequestError(MESSAGE_FORM)
-    texts = [{**message, "content": _message_text(message)} for message in messages]
-    text = tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False, **arguments)
-    return _checked_text(str(text))
+    for message in messages:
+        content = message.get("content")
+        if "role" not in message or not (isinstance(content, (str, list, tuple)) or "tool_calls" in message):
+            raise RequestError(MESSAGE_FORM)
+    return messages
 
 
 def _message_text(message: Mapping[str, Any]) -> str | None:

@@ -53,3 +53,21 @@ def test_families_give_their_own_tokens(family: str) -> None:
                 assert torch.equal(random_state(), after)
                 if strategy != "auto":
                     assert lookfar.last_stats(model).tokens_per_step > 1.3
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "paligemma", "qwen3_5"])
+@pytest.mark.parametrize("num_images", [[1], [1, 0, 2]])
+def test_scores_and_caches_are_returned(family: str, num_images: list[int]) -> None:
+    model, inputs = media_model(family), media_prompts(family, num_images)
+    stop = generate(model, inputs)[0][4]  # the first prompt ends early, and the others go on
+    options = {"eos_token_id": stop, "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    own = model.generate(**inputs, **options)
+    ours = model.generate(**inputs, **options, custom_generate=lookfar.generate, strategy="suffix")
+    assert torch.equal(ours.sequences, own.sequences)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(getattr(ours, name), getattr(own, name))
+    for layer, expected in zip(ours.past_key_values.layers, own.past_key_values.layers, strict=True):
+        if getattr(expected, "keys", None) is not None:
+            torch.testing.assert_close(layer.keys[0, :, -5:], expected.keys[0, :, -5:], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(layer.values[0, :, -5:], expected.values[0, :, -5:], rtol=1e-4, atol=1e-5)

@@ -65,3 +65,23 @@ def test_experts_with_limits_use_the_fallback() -> None:
 def test_the_required_families_are_there() -> None:
     assert {"t5", "bart", "mbart", "marian", "pegasus", "m2m_100", "whisper"} <= set(TREE_FAMILIES)
     assert set(TREE_FAMILIES) >= AUDIO
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "led"])
+@pytest.mark.parametrize("lengths", [[9], [5, 21, 12]])
+def test_scores_and_caches_are_returned(family: str, lengths: list[int]) -> None:
+    model, inputs = source_model(family), sources(family, lengths)
+    stop = generate(model, inputs)[0][5]  # the first text ends early, and the others go on
+    options = {"eos_token_id": stop, "max_new_tokens": 10, "do_sample": False, "num_beams": 1, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    own = model.generate(**inputs, **options)
+    ours = model.generate(**inputs, **options, custom_generate=lookfar.generate, strategy="suffix")
+    assert torch.equal(ours.sequences, own.sequences)
+    assert type(ours) is type(own)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(getattr(ours, name), getattr(own, name))
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        found, expected = getattr(ours.past_key_values, part), getattr(own.past_key_values, part)
+        for layer, other in zip(found.layers, expected.layers, strict=True):
+            torch.testing.assert_close(layer.keys, other.keys)
+            torch.testing.assert_close(layer.values, other.values)

@@ -59,6 +59,8 @@ def measure_steps(runner: ModelRunner, cache: SlotKVCache, sizes: Seq[int] = MEA
     """Time steps of several numbers of rows."""
     context = min(CONTEXT, (runner.model.support.max_positions or CONTEXT) // 2)
     most = runner.limits.rows or max(sizes)
+    if runner.limits.chain and runner.model.support.max_positions is not None:
+        most = min(most, runner.model.support.max_positions - context)
     sizes = [rows for rows in sizes if rows <= most]
     with sample_step(runner, cache, context) as step:
         return measure_curve(step, sizes, stepped=runner.limits.captured)

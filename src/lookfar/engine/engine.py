@@ -173,6 +173,8 @@ class Engine:
     def settle(self) -> None:
         """Finish learning from the last steps, and keep a refined cost curve: called when there is time."""
         self.speculator.settle()
+        if self.scheduler.is_idle:
+            self.runner.model.forget()
         if self.speculator.costs is not None:
             save_refined_costs(self.runner, self.speculator.costs, self.speculator.experience)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from copy import copy
 from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter
 
 from lookfar.core.plan import RunnerLimits, StepPlan
-from lookfar.engine.outputs import RequestResult, StepOutput
+from lookfar.engine.last_output import last_output, own_error, result_of
+from lookfar.engine.outputs import StepOutput
 from lookfar.engine.prefix_reuse import PrefixReuse
 from lookfar.engine.request import RequestState
 from lookfar.engine.verify import Walk
@@ -147,7 +147,7 @@ class Scheduler:
         except Exception as error:
             if not self.running:  # otherwise it waits for their memory
                 queue[0].fail(error)
-                self._ended.append(_last_output(queue.popleft()))
+                self._ended.append(last_output(queue.popleft()))
 
     def _grow_cache(self) -> None:
         """Make room for answers that have outgrown the KV cache; one that cannot grow ends with the error."""
@@ -157,7 +157,7 @@ class Scheduler:
                 self.cache.reserve(len(self.running), state.reserved_positions, most=self.max_batch, keep=True)
             except Exception as error:
                 state.fail(error)
-                self._ended.append(_last_output(state))
+                self._ended.append(last_output(state))
                 self._release(state)
 
     def _start(self, state: RequestState) -> None:
@@ -175,7 +175,7 @@ class Scheduler:
                 self.running[state.kv] = state
         except BaseException as error:
             state.fail(error)
-            self._ended.append(_last_output(state))
+            self._ended.append(last_output(state))
             if state.kv in self.running:
                 self._release(state)
             return
@@ -270,19 +270,19 @@ class Scheduler:
                         state.stats.seconds,
                         state.stats.reused_tokens,
                         state.finish_reason,
-                        _result(state) if state.finish_reason is not None else None,
+                        result_of(state) if state.finish_reason is not None else None,
                     )
                 )
             elif state.error is not None:
-                outputs.append(_last_output(state))
+                outputs.append(last_output(state))
         return outputs + self.take_ended()
 
     def fail(self, batch: StepBatch, error: BaseException) -> list[StepOutput]:
         """End the requests of a step that failed before it wrote to the KV cache."""
         for state in reversed(batch.requests):
-            state.fail(error if len(batch) == 1 else _own(error))
+            state.fail(error if len(batch) == 1 else own_error(error))
             self._release(state)
-        return [_last_output(state) for state in batch.requests] + self.take_ended()
+        return [last_output(state) for state in batch.requests] + self.take_ended()
 
     def recover(self, batch: StepBatch, error: BaseException, retry: bool) -> list[StepOutput]:
         """Restart after a failed step, which leaves the KV cache inconsistent.
@@ -295,9 +295,9 @@ class Scheduler:
         for state in reversed(running):
             in_step = state in batch.requests
             if not state.is_finished and (not retry or (in_step and len(batch) == 1)):
-                state.fail(error if len(running) == 1 else _own(error))
+                state.fail(error if len(running) == 1 else own_error(error))
             if state.is_finished:
-                self._ended.append(_last_output(state))
+                self._ended.append(last_output(state))
                 continue
             if tokens := state.deliver():  # the step failed after they were accepted
                 output = StepOutput(state.handle, state.index, state.stats.steps, tokens)
@@ -313,8 +313,8 @@ class Scheduler:
         for queue in (self.retrying, self.waiting, self.paused):
             queue.clear()
         for state in states:
-            state.fail(_own(error))
-        return self.take_ended() + [_last_output(state) for state in states]
+            state.fail(own_error(error))
+        return self.take_ended() + [last_output(state) for state in states]
 
     def end_all(self, error: BaseException) -> None:
         """End all requests with an error, which the next step returns."""
@@ -341,32 +341,6 @@ class Scheduler:
         state.kv = -1
 
 
-def _result(state: RequestState) -> RequestResult:
-    assert state.finish_reason is not None
-    sampler = state.sampler
-    return RequestResult(state.output, state.finish_reason, state.stats, sampler.scores, sampler.logits, state.exported)
-
-
-def _last_output(state: RequestState) -> StepOutput:
-    """Return the output of a request that ended without emitting anything more."""
-    reason = state.finish_reason if state.error is None else None
-    result = _result(state) if reason is not None else None
-    tokens = state.deliver() if reason is not None else ()
-    return StepOutput(
-        state.handle, state.index, state.stats.steps, tokens, finish_reason=reason, result=result, error=state.error
-    )
-
-
 def _call_of(state: RequestState) -> object:
     assert state.request.kv.first is not None
     return state.request.kv.first.call
-
-
-def _own(error: BaseException) -> BaseException:
-    """Return a copy of an error for one of several requests: each caller adds its own traceback when it is raised."""
-    try:
-        own = copy(error)
-    except Exception:
-        return error
-    own.__cause__ = error
-    return own

@@ -49,39 +49,37 @@ def positions_in_decoder(model: PreTrainedModel, masks: StepMasks, positions: to
 
 @contextmanager
 def _embeddings_at(module: nn.Module, positions: torch.Tensor) -> Iterator[None]:
+    """Let the module embed the range of the positions, and pick from it."""
     thread = threading.get_ident()
+    first, count = int(positions.min()), int(positions.max() - positions.min()) + 1
+    padding: list[torch.Tensor] = []
 
-    def hook(_: nn.Module, args: Any, kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor | None:
+    def ask_for_range(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if threading.get_ident() != thread:
             return None  # another caller's forward pass
-        first, last = int(positions.min()), int(positions.max())
-        table = _embedding_range(module, args, kwargs, (first, last + 1 - first))
-        found = table[(positions - first).to(table.device)]
-        ids = args[0] if args else kwargs.get("input_ids")
-        if hasattr(module, "create_position_ids_from_input_ids"):  # there, padding has no position
-            found = found.masked_fill((ids == module.padding_idx)[..., None], 0.0)
-        return found.to(output.dtype)
+        example = args[0] if args else next(iter(kwargs.values()))
+        tokens: Any = (1, count)
+        if isinstance(example, torch.Tensor):
+            tokens = torch.full((1, count), getattr(module, "padding_idx", None) or 0, device=example.device) + 1
+            if hasattr(module, "create_position_ids_from_input_ids"):  # there, padding has no position
+                padding.append((example == module.padding_idx)[..., None])
+        given = {"past_key_values_length": first}
+        if "position_ids" in kwargs:
+            given["position_ids"] = torch.arange(first, first + count, device=kwargs["position_ids"].device)
+        return (tokens,), given
 
-    hook.row_wise = True  # type: ignore[attr-defined] # see hooks.py
-    handle = module.register_forward_hook(hook, with_kwargs=True)
-    try:
+    def pick(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if threading.get_ident() != thread:
+            return None
+        found = output.reshape(count, -1)[(positions - first).to(output.device)]
+        return found.masked_fill(padding.pop(), 0.0) if padding else found
+
+    with ExitStack() as hooks:
+        for hook in (ask_for_range, pick):
+            hook.row_wise = True  # type: ignore[attr-defined] # see hooks.py
+        hooks.callback(module.register_forward_pre_hook(ask_for_range, with_kwargs=True).remove)
+        hooks.callback(module.register_forward_hook(pick).remove)
         yield
-    finally:
-        handle.remove()
-
-
-def _embedding_range(module: nn.Module, args: Any, kwargs: dict[str, Any], wanted: tuple[int, int]) -> torch.Tensor:
-    """Return the embeddings of `count` positions from `first` on, by the module's own code, [count, dim]."""
-    first, count = wanted
-    example = args[0] if args else next(iter(kwargs.values()))
-    tokens: Any = (1, count)
-    if isinstance(example, torch.Tensor):
-        tokens = torch.full((1, count), getattr(module, "padding_idx", None) or 0, device=example.device) + 1
-    given = {"past_key_values_length": first}
-    if "position_ids" in kwargs:
-        given["position_ids"] = torch.arange(first, first + count, device=kwargs["position_ids"].device)
-    table: torch.Tensor = module.forward(tokens, **given)
-    return table.reshape(count, -1)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from lookfar.errors import ModelError
 from lookfar.kvcache.base import KVState, StateKey, kv_of
 from lookfar.kvcache.recurrent import states_of, whole_cache
 from lookfar.models.source import SourceKV
+from lookfar.models.time_steps import decoding
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,18 @@ class FirstForward:
     """
 
     def __init__(
-        self, model: PreTrainedModel, input_ids: torch.Tensor, inputs: Mapping[str, Any], pads: Seq[int]
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        inputs: Mapping[str, Any],
+        pads: Seq[int],
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
         self.input_ids = input_ids  # [batch, length]
         self.inputs = inputs  # as `generate` prepared them
         self.pads = pads  # padding in front of each row
+        self.given = given  # what `generate` would be called with, if that is known
         self._rows: dict[int, PrefilledRow] = {}
 
     def take(self, rows: Seq[int]) -> list[PrefilledRow]:
@@ -83,6 +90,28 @@ class FirstForward:
             logits: torch.Tensor = self.model(**prepared, return_dict=True).logits
         return logits, prepared.get("position_ids")
 
+    def replay(self, cache: Cache, answer: torch.Tensor) -> torch.Tensor:
+        """Run the pass and then an answer, [batch, tokens], with a cache to fill; returns the logits after the prompt
+        and after each of these tokens.
+        """
+        prompt, positions = self.forward(cache)
+        if not answer.shape[1]:
+            return prompt[:, -1:]
+        inputs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        mask = self.inputs.get("attention_mask")
+        if self.model.config.is_encoder_decoder:
+            inputs |= {"decoder_input_ids": answer, "encoder_outputs": self.inputs["encoder_outputs"]}
+        else:
+            inputs["input_ids"] = answer
+            mask = torch.cat([mask, mask.new_ones(answer.shape)], -1) if mask is not None else None
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        if positions is not None:
+            inputs["position_ids"] = positions[..., -1:] + 1 + torch.arange(answer.shape[1], device=positions.device)
+        with torch.no_grad(), decoding():
+            logits: torch.Tensor = self.model(**inputs, return_dict=True).logits
+        return torch.cat([prompt[:, -1:], logits], 1)
+
     def _source(self, cache: Cache, row: int) -> SourceKV | None:
         if not isinstance(cache, EncoderDecoderCache):
             return None
@@ -99,6 +128,14 @@ def new_cache(model: PreTrainedModel) -> Cache:
     if model.config.is_encoder_decoder:
         return EncoderDecoderCache(DynamicCache(), DynamicCache())
     return whole_cache(model.config)
+
+
+def ends_with_image(positions: torch.Tensor | None) -> bool:
+    """Whether the last positions of prompts differ in time, height and width, so that text cannot simply continue."""
+    if positions is None or positions.ndim != 3:
+        return False
+    last = positions[-3:, :, -1]  # in front of these there may be the positions of text
+    return not bool((last == last[-1]).all())
 
 
 def _offset(positions: torch.Tensor | None, row: int, length: int) -> int:

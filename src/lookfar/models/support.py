@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
+import transformers
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from lookfar.errors import ModelError
 from lookfar.kvcache.recurrent import is_recurrent
@@ -19,6 +20,13 @@ from lookfar.models.alibi import uses_alibi
 from lookfar.models.decoder_positions import EMBEDDED, RELATIVE
 from lookfar.models.masks import LayerKind
 
+# Where the class of a model is looked up: with images and audio before without, so that nothing is left out.
+AUTO_CLASSES = (
+    "AutoModelForMultimodalLM",
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+)
 # How the drafts of a step are verified: as a tree, as one chain, or not at all (transformers decodes).
 Mode = Literal["tree", "chain", "none"]
 # Families whose attention ignores the mask or the positions that it is given; a chain needs neither.
@@ -58,12 +66,20 @@ class Support:
     by_layer_type: bool = False  # the model takes one mask for each layer type
     alibi: bool = False
     recurrent: bool = False  # its cache holds state that is put back and replayed after a rejected draft
+    counts_padding: bool = False  # positions are counted in the cache, so that padding on the left shifts them
     one_by_one: bool = False  # a forward pass takes one request only
     max_positions: int | None = None  # None: no limit
     encoder_decoder: bool = False
     takes_media: bool = False  # prompts may hold images, audio or video
     first_pass: bool = False  # transformers has to run every prompt: its tokens see later ones, or it has a source
     tree_limit: int | None = None  # drafts are exact up to this length; longer requests use the fallback
+
+    @property
+    def why_not_flat(self) -> str:
+        """Why the rows of several requests cannot lie side by side; empty if they can."""
+        if self.encoder_decoder:
+            return "its decoder also reads a source"
+        return "its attention adds a bias by position" if self.alibi else ""
 
     @property
     def trees(self) -> bool:
@@ -79,7 +95,7 @@ class Support:
 def examine(config: PreTrainedConfig, model_class: type | None = None) -> Support:
     """Examine a config; raises `ModelError` if it is not one of a causal language model."""
     text = config.get_text_config(decoder=True)
-    model_class = model_class or causal_class(config)
+    model_class = model_class or loaded_class(config)[1]
     by_layer_type, kinds = _layer_kinds(text, _code(text, model_class))
     mode, reason = _mode(config, text, model_class, kinds)
     facts: dict[str, Any] = {
@@ -93,6 +109,7 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
         "first_pass": config.is_encoder_decoder or config.model_type in BIDIRECTIONAL_PROMPTS,
         "tree_limit": _tree_limit(text),
     }
+    facts["counts_padding"] = not (facts["alibi"] or facts["recurrent"] or _takes_positions(model_class))
     facts["one_by_one"] = text.model_type in ONE_BY_ONE or (mode == "chain" and not facts["recurrent"])
     return Support(config.model_type, mode, reason, **facts)
 
@@ -105,22 +122,22 @@ def _code(text: PreTrainedConfig, model_class: type) -> list[ModuleType]:
     return [sys.modules[one.__module__] for one in classes]
 
 
-def causal_class(config: PreTrainedConfig) -> type:
-    """Return the class that transformers loads for this config."""
+def loaded_class(config: PreTrainedConfig) -> tuple[Any, type]:
+    """Return the auto class that loads a model of this config, and the class of that model."""
     auto_map = getattr(config, "auto_map", None) or {}
-    if "AutoModelForCausalLM" in auto_map:
+    if any(name in auto_map for name in AUTO_CLASSES):
         raise ModelError(
             f"{config.model_type} brings its own code: "
             "load it with transformers and pass it to lookfar.LM(model, tokenizer)."
         )
-    try:
-        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError:
-        raise ModelError(
-            f"transformers has no causal language model for {config.model_type!r}: give a text-generation model."
-        ) from None
-    causal: type = found[0] if isinstance(found, tuple) else found
-    return causal
+    for name in AUTO_CLASSES:
+        auto = getattr(transformers, name)
+        if type(config) in auto._model_mapping:
+            found = auto._model_mapping[type(config)]
+            return auto, found[0] if isinstance(found, tuple) else found
+    raise ModelError(
+        f"transformers has no language model for {config.model_type!r}: give a model that generates text."
+    )
 
 
 def _mode(
@@ -141,8 +158,12 @@ def _mode(
     for family in families:
         if family in CHAIN_FAMILIES:
             return "chain", CHAIN_FAMILIES[family]
-    takes_positions = "position_ids" in parameters or uses_alibi(text) or config.model_type in EMBEDDED | RELATIVE
+    takes_positions = _takes_positions(model_class) or uses_alibi(text) or config.model_type in EMBEDDED | RELATIVE
     return _mode_of_cache(config, kinds, model_class, takes_positions)
+
+
+def _takes_positions(model_class: type) -> bool:
+    return "position_ids" in inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
 
 
 def _mode_of_cache(
@@ -215,7 +236,7 @@ def _unmasked(kinds: dict[str, LayerKind], text: PreTrainedConfig, model_class: 
 def _max_positions(text: PreTrainedConfig) -> int | None:
     if text.model_type in RELATIVE:
         return None
-    for name in ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+    for name in ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
             return value

@@ -32,11 +32,7 @@ def why_not_flat(model: BoundModel) -> str:
     """Return why a model is never run in flat steps, whatever its code is; empty if it may be."""
     if any(parameter.device.type != "cpu" for parameter in model.model.parameters()):
         return "it is not on a CPU"
-    if model.support.alibi:
-        return "its attention adds a bias by position"
-    if model.support.encoder_decoder:
-        return "its decoder also reads a source"
-    return ""
+    return model.support.why_not_flat
 
 
 class FlatRunner(EagerRunner):

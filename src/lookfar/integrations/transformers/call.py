@@ -20,11 +20,12 @@ from transformers.generation import EosTokenCriteria, GenerationConfig, MaxLengt
 
 from lookfar.drafters.base import Strategy
 from lookfar.drafters.grammar import forced_text
+from lookfar.engine.prepared import UNKNOWN_TOKEN, source_tokens
 from lookfar.engine.request import FirstPass, KVOptions, Request
 from lookfar.errors import CapacityError, ConfigError
 from lookfar.kvcache.recurrent import holds_state
 from lookfar.lm import LM
-from lookfar.models.first_forward import FirstForward
+from lookfar.models.first_forward import FirstForward, ends_with_image
 from lookfar.models.support import takes_media
 from lookfar.sampling.noise import RandomStream, SamplingNoise
 from lookfar.sampling.params import are_row_wise, split_criteria
@@ -37,7 +38,6 @@ SUPPORTED_INPUTS |= {"cache_params"}  # the cache of models without attention
 TOKENIZERS = {"tokenizer", "assistant_tokenizer"}  # not for the model: criteria were made with them
 SUPPORTED_INPUTS |= TOKENIZERS
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}  # of multimodal models: 0 is text
-UNKNOWN_TOKEN = 0  # stands for tokens that were given as KV, as embeddings, or as placeholders of an image
 
 
 class UnsupportedCall(Exception):  # noqa: N818
@@ -127,7 +127,9 @@ class GenerateCall:
         prompts = [self._prompt(row) for row in range(self.batch)]
         first = self._first_forward([kept for _, kept in prompts]) if self.needs_first_pass(lm) else None
         requests = []
+        counted = lm.engine.runner.model.support.counts_padding
         for row, (prompt, kept) in enumerate(prompts):
+            _require(not counted or bool(kept.all()), "padding shifts its positions")
             sampling, source = self._sampling(row, noise), self._source(row, lm)
             request = Request(
                 source + prompt,
@@ -170,15 +172,12 @@ class GenerateCall:
 
     def _source(self, row: int, lm: LM) -> list[int]:
         """Return the tokens that the encoder has read, if the decoder has the same ones: answers may copy them."""
-        ids, mask = self.encoder_input, self.inputs.get("attention_mask")
-        shared = getattr(self.model.config, "share_encoder_decoder_embeddings", True)
-        if not self.has_encoder or ids is None or ids.ndim != 2 or ids.is_floating_point() or not shared:
+        read, mask = self.encoder_input, self.inputs.get("attention_mask")
+        if not self.has_encoder or read is None:
             return []
-        own = ids[row * len(ids) // self.batch]  # several sequences may be asked for
-        if mask is not None and mask.shape[1] == len(own):
-            own = own[mask[row].bool()]
-        known = 0 <= int(own.min()) and int(own.max()) < lm.engine.runner.model.vocab_size
-        return own.tolist() if known else []
+        own = read[row * len(read) // self.batch]  # several sequences may be asked for
+        of_row = mask[row] if mask is not None else None
+        return source_tokens(self.model, own, of_row, lm.engine.runner.model.vocab_size)
 
     def _kv_options(self, kept: torch.Tensor, row: int, first: FirstPass | None) -> KVOptions:
         embeds = self.embeds
@@ -223,10 +222,7 @@ class GenerateCall:
     def _check_first_pass(self) -> None:
         _require(not self.past_length, "a prompt with images or audio continues from past_key_values")
         _require(self.embeds is None, "images or audio come together with inputs_embeds")
-        positions = self.inputs.get("position_ids")
-        if positions is not None and positions.ndim == 3:
-            kinds = positions[-3:, :, -1]  # time, height and width; in front of them perhaps those of the text
-            _require(bool((kinds == kinds[-1]).all()), "the prompt ends with an image")
+        _require(not ends_with_image(self.inputs.get("position_ids")), "the prompt ends with an image")
 
     def _check_encoder(self) -> None:
         known = SUPPORTED_INPUTS | {"encoder_outputs", "decoder_attention_mask"}
