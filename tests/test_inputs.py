@@ -55,7 +55,9 @@ def llava() -> tuple[Any, Any]:
     image_token = tokenizer.convert_tokens_to_ids("<image>")
     text = {**LLAMA, "vocab_size": len(tokenizer)}
     torch.manual_seed(0)
-    config = LlavaConfig(text_config=text, vision_config=CLIP, image_token_id=image_token, image_token_index=image_token)
+    config = LlavaConfig(
+        text_config=text, vision_config=CLIP, image_token_id=image_token, image_token_index=image_token
+    )
     return randomise(LlavaForConditionalGeneration(config), torch.float32), processor
 
 
@@ -110,7 +112,11 @@ def reference(model: Any, inputs: Any) -> list[list[int]]:
 def test_a_conversation_with_images() -> None:
     model, processor = llava()
     lm = lookfar.LM(model, processor, budget=8)
-    asked = question("What is it?", picture(1)), question("What is it?", picture(2)), question("And these?", *map(picture, (1, 2)))
+    asked = (
+        question("What is it?", picture(1)),
+        question("What is it?", picture(2)),
+        question("And these?", *map(picture, (1, 2))),
+    )
     answers = []
     for messages in asked:
         inputs = processor.apply_chat_template(
@@ -143,7 +149,9 @@ def test_processor_outputs_as_prompts(made: Any) -> None:
     lm = lookfar.LM(model, processor.tokenizer, budget=8)
     image_token = processor.image_token
     texts = [f"one {image_token} picture", "no picture", f"{image_token} and {image_token}, two of them"]
-    inputs = processor(text=texts, images=[picture(1, 24), picture(2), picture(4, 28)], padding=True, return_tensors="pt")
+    inputs = processor(
+        text=texts, images=[picture(1, 24), picture(2), picture(4, 28)], padding=True, return_tensors="pt"
+    )
     expected = reference(model, inputs)
     assert [done.token_ids for done in lm.generate(inputs, max_new_tokens=NEW)] == expected
     chunks = list(lm.stream(inputs, max_new_tokens=NEW))

@@ -67,7 +67,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["qwen", "bart"])
-def test_a_slow_reader_loses_nothing(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_loses_nothing(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = request.getfixturevalue(name)
     inputs, ran = prompt_of(model), passes(monkeypatch)
     expected = expected_of(model, inputs)

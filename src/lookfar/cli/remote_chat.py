@@ -9,8 +9,8 @@ from typing import Any
 from rich.text import Text
 
 from lookfar.cli.answers import interrupts
-from lookfar.cli.chat import Conversation
 from lookfar.cli.colours import COLOURS
+from lookfar.cli.conversation import Conversation
 from lookfar.cli.remote import Server
 
 CHAT = "/v1/chat/completions"

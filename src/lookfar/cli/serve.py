@@ -12,7 +12,9 @@ from lookfar.cli import options
 from lookfar.errors import ConfigError
 
 if TYPE_CHECKING:
+    from lookfar.drafters.base import Strategy
     from lookfar.lm import LM
+    from lookfar.speculation.row_budget import Budget
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -85,21 +87,19 @@ def serve(
     dtype: options.Dtype = None,
 ) -> None:
     """Serve MODEL with an API like OpenAI's, and a page at /. Ctrl-C or SIGTERM finishes running requests and stops."""
-    try:
-        from lookfar.server.keys import load_keys
-        from lookfar.server.logs import set_up_logs
-        from lookfar.server.serving import serve_forever
-    except ImportError as error:
-        raise ConfigError(f"The server needs {error.name}: pip install 'lookfar[serve]'.") from None
+    _check_installed()
     from lookfar.server.config import ServerConfig
+    from lookfar.server.keys import load_keys
+    from lookfar.server.logs import set_up_logs
+    from lookfar.server.serving import serve_forever
 
     known = load_keys(keys)
-    hosts = tuple(allowed_host or (LOOPBACK if host in LOOPBACK and not known.required else ()))
+    hosts = allowed_host or (LOOPBACK if host in LOOPBACK and not known.required else ())
     config = ServerConfig(
         model_name=name or model,
         max_queue=max_queue,
-        prefix_bytes=int(prefix_memory * (1 << 30)),
         request_timeout=timeout,
+        prefix_bytes=int(prefix_memory * (1 << 30)),
         drain_seconds=drain,
         store=store,
         save_seconds=save_seconds,
@@ -107,22 +107,22 @@ def serve(
         cors_origins=tuple(cors or ()),
     )
     set_up_logs(log.value)
-    chosen, rows = options.strategies(strategy, settings), options.rows(budget)
+    chosen = options.strategies(strategy, settings), options.rows(budget)
     lm = _load(
-        model,
-        options.ModelOptions(device, dtype, max_length, None, pack, compile, exact),
-        max_batch,
-        prefill_chunk,
+        model, options.ModelOptions(device, dtype, max_length, None, pack, compile, exact), max_batch, prefill_chunk
     )
+    _speculate(lm, *chosen)
     lm.remember = remember
-    if chosen is not None:
-        lm.strategy, lm.budget = chosen, rows
-    elif rows is not None:
-        lm.budget = rows
     if warmup:
         lm.warmup(sampling=True)
-    lm.driver.captures_when_idle = True
     serve_forever(lm, config, known, (host, port))
+
+
+def _check_installed() -> None:
+    try:
+        import lookfar.server.app  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"The server needs {error.name}: pip install 'lookfar[serve]'.") from None
 
 
 def _load(model: str, given: options.ModelOptions, max_batch: int, prefill_chunk: int | None) -> LM:
@@ -134,3 +134,11 @@ def _load(model: str, given: options.ModelOptions, max_batch: int, prefill_chunk
     logging.set_verbosity_error()
     on_cpu = (given.device or "").startswith("cpu") or not torch.cuda.is_available()
     return load(model, max_batch=max_batch, prefill_chunk=prefill_chunk or (128 if on_cpu else 512), **vars(given))
+
+
+def _speculate(lm: LM, strategies: tuple[Strategy, ...] | None, budget: Budget) -> None:
+    """Use what was asked for; otherwise what `load` has chosen stays."""
+    if strategies is not None:
+        lm.strategy, lm.budget = strategies, budget
+    elif budget is not None:
+        lm.budget = budget

@@ -9,7 +9,6 @@ from lookfar.engine.request import RequestState
 from lookfar.kvcache.base import KVCache
 from lookfar.kvcache.prefix_cache import PrefixCache
 
-
 NO_MEMORY = (MemoryError, RuntimeError)  # of the host and of a device
 
 

@@ -81,7 +81,7 @@ class _Endpoint:
         service, lm, state = self._service, self._service.lm, request.state
         check_model(body.model, service.config.model_name)
         job = await service.in_thread(partial(self._prepare, lm, body, state.tenant, service.config.limits))
-        state.log.update(answers=job.answers, prompt_tokens=sum(map(len, job.prompts)), stream=job.stream)
+        state.log.update(answers=job.answers, prompt_tokens=job.prompt_tokens, stream=job.stream)
         identity = Identity(state.request_id, service.config.model_name)
         generation = await service.submit(job)
         if job.stream:

@@ -15,10 +15,11 @@ from lookfar.server.choices import Choice, Delta, make_choices, usage
 from lookfar.server.config import Limits
 from lookfar.server.errors import invalid
 from lookfar.server.identity import Identity
-from lookfar.server.jobs import Job
+from lookfar.server.images import image_of
+from lookfar.server.jobs import Job, Prompt
 from lookfar.server.keys import Tenant
 from lookfar.server.parameters import Asked, checked_ids, job_of
-from lookfar.server.schemas import ChatBody, Message, TextPart
+from lookfar.server.schemas import ChatBody, ImagePart, Message, TextPart
 from lookfar.server.service import Generation
 from lookfar.server.streaming import DONE, deltas, event
 from lookfar.server.token_texts import chat_logprobs
@@ -42,30 +43,50 @@ def chat_job(lm: LM, body: ChatBody, tenant: Tenant, limits: Limits) -> Job:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true.")
     call = call_format(body)
     tools = template_tools(body.tools, limits) if call is not None and body.tools else None
-    ids = prompt_ids(lm, body.messages, tools, body.chat_template_kwargs)
+    prompt = chat_prompt(lm, body.messages, tools, body.chat_template_kwargs)
     max_tokens = body.max_completion_tokens or body.max_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
     constraint = call_constraint(call, body.tools or [], limits) if call is not None else None
-    return job_of(lm, body, Asked([ids], max_tokens, top, constraint), tenant, limits)
+    return job_of(lm, body, Asked([prompt], max_tokens, top, constraint), tenant, limits)
+
+
+def chat_prompt(
+    lm: LM, messages: list[Message], tools: list[dict[str, Any]] | None = None, more: dict[str, Any] | None = None
+) -> Prompt:
+    """Return a conversation as a prompt: token ids, or what the model's processor makes of its images."""
+    if not any(has_images(message) for message in messages):
+        return prompt_ids(lm, messages, tools, more)
+    if lm.processor is None or not lm.engine.runner.model.support.takes_media:
+        raise invalid("messages", "This model takes no images: send text parts only.")
+    if tools is not None or more:
+        raise invalid("messages", "Images cannot be combined with tools or chat_template_kwargs.")
+    made = [template_message(message, i) for i, message in enumerate(messages)]
+    try:
+        prompt: Prompt = lm.chat_prompt(made)
+    except LookfarError as error:
+        raise invalid("messages", str(error)) from error
+    return prompt
+
+
+def has_images(message: Message) -> bool:
+    return isinstance(message.content, list) and any(isinstance(part, ImagePart) for part in message.content)
 
 
 def prompt_ids(
     lm: LM, messages: list[Message], tools: list[dict[str, Any]] | None = None, more: dict[str, Any] | None = None
 ) -> list[int]:
-    """Return the token ids of a conversation in the model's chat template."""
-    template = str(getattr(lm.tokenizer, "chat_template", None) or "")
-    if tools is not None and "tools" not in template:
+    """Return the token ids of a conversation of texts in the model's chat template."""
+    of_processor = lm.processor is not None and bool(getattr(lm.processor, "chat_template", None))
+    template: Any = lm.processor if of_processor else lm.tokenizer
+    if tools is not None and "tools" not in str(getattr(template, "chat_template", None)):
         raise invalid("tools", "The chat template of this model does not take tools.")
     for name in more or {}:
         if not name.isidentifier() or name in TEMPLATE_PARAMETERS:
             raise invalid("chat_template_kwargs", f"{name[:64]!r} is not for a chat template.")
     try:
-        text = chat_text(
-            [template_message(message, i) for i, message in enumerate(messages)],
-            lm.tokenizer,
-            **({"tools": tools} if tools is not None else {}),
-            **(more or {}),
-        )
+        made = [template_message(message, i) for i, message in enumerate(messages)]
+        arguments = {**(more or {}), **({"tools": tools} if tools is not None else {})}
+        text = chat_text(made, template, of_processor, **arguments)
     except LookfarError as error:
         raise invalid("messages", str(error)) from error
     except Exception as error:  # a template may raise anything; many refuse messages in another order
@@ -76,11 +97,11 @@ def prompt_ids(
 
 
 def template_message(message: Message, place: int) -> dict[str, Any]:
-    """Return a message as chat templates take it. Image parts of models that take images would be passed on here."""
+    """Return a message as chat templates take it."""
     made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    if isinstance(message.content, list):
-        if any(not isinstance(part, TextPart) for part in message.content):
-            raise invalid(f"messages[{place}].content", "This model takes no images: send text parts only.")
+    if isinstance(message.content, list) and has_images(message):
+        made["content"] = [_part_of(part, f"messages[{place}].content[{i}]") for i, part in enumerate(message.content)]
+    elif isinstance(message.content, list):
         made["content"] = "".join(part.text for part in message.content if isinstance(part, TextPart))
     else:
         made["content"] = message.content or ""
@@ -90,6 +111,13 @@ def template_message(message: Message, place: int) -> dict[str, Any]:
         if getattr(message, name) is not None:
             made[name] = getattr(message, name)
     return made
+
+
+def _part_of(part: TextPart | ImagePart, param: str) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+    return {"type": "image", "image": image_of(url, param)}
 
 
 async def chat_response(lm: LM, body: ChatBody, generation: Generation, identity: Identity) -> dict[str, Any]:
@@ -125,14 +153,14 @@ async def chat_events(lm: LM, body: ChatBody, generation: Generation, identity: 
     call = call_format(body)
     filters = [CallFilter(call) for _ in choices] if call is not None else None
     for choice in choices:
-        yield event({**head, "choices": [_part(choice.index, {"role": "assistant", "content": ""})]})
+        yield event({**head, "choices": [_delta(choice.index, {"role": "assistant", "content": ""})]})
     async for parts in deltas(generation, choices):
         for delta in parts:
             if call is not None and filters is not None:
                 content, reason = _filtered(delta, filters[delta.index], call)
             else:
                 content, reason = {"content": delta.text}, delta.finish_reason
-            part = _part(delta.index, content, reason)
+            part = _delta(delta.index, content, reason)
             if body.logprobs:
                 part["logprobs"] = chat_logprobs(lm, delta.logprobs, body.top_logprobs or 0)
             yield event({**head, "choices": [part | traced(lm, body.lookfar, delta)]})
@@ -154,5 +182,5 @@ def _filtered(delta: Delta, calls: CallFilter, call: CallFormat) -> tuple[dict[s
     return content, "tool_calls" if delta.finish_reason == "stop" else delta.finish_reason
 
 
-def _part(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+def _delta(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}

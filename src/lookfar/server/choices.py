@@ -88,7 +88,7 @@ def merged(deltas: list[Delta]) -> list[Delta]:
 def usage(choices: list[Choice], job: Job) -> dict[str, Any]:
     """Return the token counts of a response in OpenAI's form, with those of speculation beside them."""
     total = add_up(choice.stats for choice in choices if choice.stats is not None)
-    prompt_tokens = sum(map(len, job.prompts))
+    prompt_tokens = job.prompt_tokens
     completion_tokens = sum(len(choice.tokens) for choice in choices)
     cached = sum(first.stats.reused_tokens for first in choices[:: job.n] if first.stats is not None)
     return {

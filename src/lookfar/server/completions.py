@@ -11,7 +11,7 @@ from lookfar.server.choices import Choice, make_choices, usage
 from lookfar.server.config import Limits
 from lookfar.server.errors import invalid
 from lookfar.server.identity import Identity
-from lookfar.server.jobs import Job
+from lookfar.server.jobs import Job, Prompt
 from lookfar.server.keys import Tenant
 from lookfar.server.limits import check_count
 from lookfar.server.logprobs import TokenLogprob
@@ -32,7 +32,7 @@ def completion_job(lm: LM, body: CompletionBody, tenant: Tenant, limits: Limits)
     given: Any = body.prompt
     prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
     check_count("prompt", len(prompts), limits.prompts)
-    ids = [checked_ids(lm, prompt) for prompt in prompts]
+    ids: list[Prompt] = [checked_ids(lm, prompt) for prompt in prompts]
     return job_of(lm, body, Asked(ids, body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs), tenant, limits)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from lookfar.engine.request import Request
-from lookfar.engine.thread_pool import release_thread_pool
 from lookfar.lm import LM
 from lookfar.server.keys import ANYONE, Tenant
 from lookfar.server.logprobs import LogprobRecorder
@@ -18,6 +17,14 @@ from lookfar.server.stop_strings import StopTextCriterion
 from lookfar.speculation.draft_state import DraftState
 
 DEFAULT_MAX_TOKENS = 4096  # where a request does not say, and its context has room
+
+
+Prompt = list[int] | Mapping[str, Any]  # token ids, or the outputs of a processor for one conversation
+
+
+def prompt_length(prompt: Prompt) -> int:
+    """Return the tokens of a prompt."""
+    return len(prompt["input_ids"][0]) if isinstance(prompt, Mapping) else len(prompt)
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class StopRules:
 class Job:
     """Prompts and how to answer them; `n` answers to each prompt."""
 
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     options: Mapping[str, Any] = field(default_factory=dict)  # of `LM.requests`
     n: int = 1
     seed: int | None = None  # answer i to a prompt is sampled with seed + i; None: a random one
@@ -47,6 +54,10 @@ class Job:
     @property
     def answers(self) -> int:
         return self.n * len(self.prompts)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(prompt_length, self.prompts))
 
 
 @dataclass(frozen=True)
@@ -62,26 +73,24 @@ def prepare(lm: LM, job: Job, draft_state: DraftState) -> list[PreparedRequest]:
 
     Takes about a millisecond for each, more with a grammar: not for the event loop.
     """
-    try:
-        return [_prepare_one(lm, job, ids, i, draft_state) for ids in job.prompts for i in range(job.n)]
-    finally:
-        release_thread_pool()
+    return [_prepare_one(lm, job, prompt, i, draft_state) for prompt in job.prompts for i in range(job.n)]
 
 
-def _prepare_one(lm: LM, job: Job, ids: list[int], choice: int, draft_state: DraftState) -> PreparedRequest:
+def _prepare_one(lm: LM, job: Job, prompt: Prompt, choice: int, draft_state: DraftState) -> PreparedRequest:
     options = dict(job.options)
     if options.get("max_new_tokens") is None:
-        options["max_new_tokens"] = remaining_context(lm, len(ids))
+        options["max_new_tokens"] = remaining_context(lm, prompt_length(prompt))
     seed = secrets.randbits(63) if job.seed is None else job.seed + choice
-    (request,), _ = lm.requests(ids, seed=seed, reuse=True, **options)
+    (request,), _ = lm.requests(prompt, seed=seed, reuse=True, **options)
     sampling, criteria, recorder = request.sampling, request.criteria, None
+    length = len(request.prompt) - request.source_length  # as processors and criteria see it
     if job.stop.texts:
         assert lm.tokenizer is not None
-        stop = StopTextCriterion(lm.tokenizer, job.stop.texts, len(ids))
+        stop = StopTextCriterion(lm.tokenizer, job.stop.texts, length)
         criteria = StoppingCriteriaList([*(criteria or ()), stop])
     stop_ids = job.stop.ids | (frozenset() if job.stop.ignore_eos else request.stop_ids)
     if job.top_logprobs is not None:
-        recorder = LogprobRecorder(len(ids), job.top_logprobs)
+        recorder = LogprobRecorder(length, job.top_logprobs)
         sampling = replace(sampling, processors=LogitsProcessorList([recorder, *(sampling.processors or ())]))
     remember = request.remember and job.remember and job.tenant.remember
     kv = replace(request.kv, namespace=job.tenant.namespace)

@@ -10,7 +10,7 @@ from lookfar.drafters.registry import BUILTIN, RESERVED
 from lookfar.lm import LM
 from lookfar.server.config import Limits
 from lookfar.server.errors import ApiError, as_api_error, invalid
-from lookfar.server.jobs import Job, StopRules
+from lookfar.server.jobs import Job, Prompt, StopRules, prompt_length
 from lookfar.server.keys import Tenant
 from lookfar.server.limits import check_count, checked_regex, checked_schema, checked_stops
 from lookfar.server.schemas import GenerationBody, LookfarOptions, ResponseFormat, StructuredOutputs
@@ -25,7 +25,7 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 class Asked:
     """What an endpoint knows beside the common fields of a body."""
 
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     max_tokens: int | None
     top_logprobs: int | None = None
     constraint: dict[str, Any] | None = None  # of its own, such as that of a required tool call
@@ -75,9 +75,9 @@ def sampling_options(temperature: float | None, **cuts: float | None) -> dict[st
     return given | {"do_sample": True, "temperature": 1.0 if temperature is None else temperature, "top_k": top_k}
 
 
-def checked_length(lm: LM, prompts: list[list[int]], max_tokens: int | None) -> int | None:
+def checked_length(lm: LM, prompts: list[Prompt], max_tokens: int | None) -> int | None:
     """Refuse prompts that leave no room for an answer, or not for the tokens that are asked for."""
-    limit, longest = lm.engine.max_length, max(map(len, prompts))
+    limit, longest = lm.engine.max_length, max(map(prompt_length, prompts))
     if limit is not None and longest + (max_tokens or 1) > limit:
         asked = f" and max_tokens is {max_tokens}" if max_tokens else ""
         raise ApiError(

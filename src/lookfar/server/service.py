@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TypeVar
 
 from lookfar.engine.outputs import StepOutput
+from lookfar.engine.thread_pool import release_thread_pool
 from lookfar.lm import LM
 from lookfar.server.admission import Admission
 from lookfar.server.config import ServerConfig
@@ -67,7 +68,14 @@ class Service:
 
     async def in_thread(self, function: Callable[[], Result]) -> Result:
         """Run something that takes milliseconds outside of the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+        def run() -> Result:
+            try:
+                return function()
+            finally:
+                release_thread_pool()  # what it has computed with torch must not slow down the driver's thread
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
     async def submit(self, job: Job) -> Generation:
         """Check a job and return its generation, which waits for a place when it is first read.

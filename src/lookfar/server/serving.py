@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 
+from lookfar.engine.thread_pool import release_thread_pool
 from lookfar.errors import ConfigError
 from lookfar.lm import LM
 from lookfar.server.app import create_app
@@ -18,6 +19,8 @@ log = logging.getLogger("lookfar.server")
 
 def serve_forever(lm: LM, config: ServerConfig, keys: ApiKeys, address: tuple[str, int]) -> None:
     """Serve until SIGINT or SIGTERM; then finish what is running, save the store, and return."""
+    lm.driver.captures_when_idle = True
+    release_thread_pool()  # this thread has loaded the model and computes nothing from now on
     service = Service(lm, config)
     for tenant in keys.tenants:
         service.namespaces.draft_state(tenant.namespace)  # a damaged file is found now
