@@ -3,7 +3,7 @@
 import { make, showFigures } from "./pane.js";
 import { colourOf } from "./tree.js";
 
-const SPAN = 300; // seconds
+const LEAST_SPAN = 60, MOST_SPAN = 300; // seconds
 const WINDOW = 5; // snapshots over which rates are taken
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -18,7 +18,7 @@ function difference(history, value) {
 }
 
 // Draws lines of [time, value or null] points; each line is { name, colour, points }.
-function draw(into, lines, now, format, most) {
+function draw(into, lines, { now, span }, format, most) {
   const top = most ?? Math.max(1e-9, ...lines.flatMap((line) => line.points.map((p) => p[1] ?? 0)));
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", "0 0 300 100");
@@ -34,12 +34,12 @@ function draw(into, lines, now, format, most) {
     const path = document.createElementNS(SVG, "polyline");
     path.setAttribute("class", `l${line.colour}`);
     path.setAttribute("points", line.points.filter((p) => p[1] !== null)
-      .map(([time, value]) => `${(300 - (300 / SPAN) * (now - time)).toFixed(1)},${(97 - 92 * value / top).toFixed(1)}`)
+      .map(([time, value]) => `${(300 - (300 / span) * (now - time)).toFixed(1)},${(97 - 92 * value / top).toFixed(1)}`)
       .join(" "));
     svg.append(path);
   }
   const axis = make("div", "axis");
-  axis.append(make("span", "", "5 min ago"), make("span", "", `top: ${format(top)}`), make("span", "", "now"));
+  axis.append(make("span", "", span < 120 ? `${span.toFixed(0)} s ago` : `${(span / 60).toFixed(0)} min ago`), make("span", "", `top: ${format(top)}`), make("span", "", "now"));
   const legend = make("p", "legend dim");
   legend.append(...lines.map((line) => make("span", `d${line.colour}`,
     `${line.name} ${format(line.points.findLast((p) => p[1] !== null)?.[1] ?? 0)}`)));
@@ -47,20 +47,21 @@ function draw(into, lines, now, format, most) {
 }
 
 export function showServer(history, now, ids) {
-  const seen = [...history.filter((one) => now.time - one.time < SPAN), now];
+  const seen = [...history.filter((one) => now.time - one.time < MOST_SPAN), now];
+  const time = { now: now.time, span: Math.max(LEAST_SPAN, now.time - seen[0].time) };
   const number = (n) => n.toFixed(n < 10 ? 1 : 0);
   draw(ids.rate, [{
     name: "tokens/s", colour: 0,
     points: difference(seen, (a, b, seconds) => seconds > 0 ? (a.tokens - b.tokens) / seconds : 0),
-  }], now.time, number);
+  }], time, number);
   draw(ids.requests, [
     { name: "running", colour: 0, points: seen.map((one) => [one.time, one.running]) },
     { name: "waiting", colour: 1, points: seen.map((one) => [one.time, one.waiting]) },
-  ], now.time, (n) => n.toFixed(0), Math.max(now.max_batch, ...seen.map((one) => one.waiting)));
+  ], time, (n) => n.toFixed(0), Math.max(now.max_batch, ...seen.map((one) => one.waiting)));
   draw(ids.perstep, [{
     name: "tokens per step", colour: 0,
     points: difference(seen, (a, b) => a.decoded > b.decoded ? (a.tokens - b.tokens) / (a.decoded - b.decoded) : null),
-  }], now.time, (n) => n.toFixed(2));
+  }], time, (n) => n.toFixed(2));
   const drafters = Object.keys(now.drafters);
   draw(ids.acceptance, drafters.map((name) => ({
     name, colour: colourOf(name),
@@ -68,7 +69,7 @@ export function showServer(history, now, ids) {
       const [proposed, accepted] = one.drafters[name] ?? [0, 0];
       return [one.time, proposed ? accepted / proposed : null];
     }),
-  })), now.time, (n) => `${(100 * n).toFixed(0)}%`, 1);
+  })), time, (n) => `${(100 * n).toFixed(0)}%`, 1);
   const speculates = Object.entries(now.speculating).map(([n, on]) => `${n}: ${on ? "on" : "off"}`).join(", ");
   showFigures(ids.tiles, [
     ["running", `${now.running} of ${now.max_batch}`],
