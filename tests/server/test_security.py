@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ def lm() -> LM:
 
 @pytest.fixture(scope="module")
 def open_server(lm: LM) -> Any:
-    limits = Limits(body_bytes=20_000, prompts=2, n=3, stops=2, stop_length=8, schema_bytes=500)
+    limits = Limits(
+        body_bytes=20_000, body_seconds=0.3, prompts=2, n=3, answers=5, stops=2, stop_length=8, schema_bytes=500
+    )
     config = ServerConfig(model_name="tiny", limits=limits, allowed_hosts=("127.0.0.1",))
     with live_server(lm, config) as running:
         yield running
@@ -118,6 +121,7 @@ def test_other_origins_are_not_allowed_by_default(open_server: LiveServer, lm: L
     [
         ({"prompt": ["a"] * 3}, "prompt"),
         ({"prompt": "a", "n": 4}, "n"),
+        ({"prompt": ["a", "b"], "n": 3}, "n"),
         ({"prompt": "a", "stop": ["a", "b", "c"]}, "stop"),
         ({"prompt": "a", "stop": "x" * 9}, "stop"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
@@ -146,6 +150,14 @@ def test_bodies_are_limited_with_and_without_a_length(open_server: LiveServer) -
     assert httpx.post(f"{open_server.url}/v1/completions", content=large, headers=headers).status_code == 413
     pieces = (large[i : i + 1000] for i in range(0, len(large), 1000))
     assert httpx.post(f"{open_server.url}/v1/completions", content=pieces, headers=headers).status_code == 413
+
+
+def test_a_body_that_never_comes_is_not_waited_for(open_server: LiveServer) -> None:
+    host, port = open_server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert b" 408 " in client.recv(4096).splitlines()[0]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from lookfar.server.errors import ApiError, as_api_error
 from lookfar.server.gate import Gate
 from lookfar.server.identity import Identity
 from lookfar.server.jobs import Job
-from lookfar.server.keys import ApiKeys
+from lookfar.server.keys import ANYONE, ApiKeys
 from lookfar.server.limits import check_model
 from lookfar.server.monitoring import add_monitoring
 from lookfar.server.page import add_page
@@ -82,6 +83,8 @@ class _Endpoint:
         check_model(body.model, service.config.model_name)
         job = await service.in_thread(partial(self._prepare, lm, body, state.tenant, service.config.limits))
         state.log.update(answers=job.answers, prompt_tokens=job.prompt_tokens, stream=job.stream)
+        if state.tenant is ANYONE and request.client is not None:
+            job = replace(job, client=request.client.host)
         identity = Identity(state.request_id, service.config.model_name)
         generation = await service.submit(job)
         if job.stream:

@@ -15,6 +15,8 @@ class Limits:
     body_bytes: int = 4 << 20
     prompts: int = 32  # in one request for completions
     n: int = 16  # answers to one prompt
+    answers: int = 64  # of one request
+    body_seconds: float = 30.0  # between two parts of a body
     stops: int = 16  # stop strings
     stop_length: int = 256  # characters of one
     logprobs: int = 20  # alternatives of one token

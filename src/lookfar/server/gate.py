@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -13,7 +14,7 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lookfar.server.config import ServerConfig
+from lookfar.server.config import Limits, ServerConfig
 from lookfar.server.errors import ApiError
 from lookfar.server.keys import ANYONE, ApiKeys
 from lookfar.server.metrics import Metrics
@@ -21,6 +22,7 @@ from lookfar.server.metrics import Metrics
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/favicon.ico"})  # need no key; so do the files of the page
 PAGE_FILES = "/page/"
+WATCHED_PATHS = frozenset({"/health", "/metrics", "/lookfar/status"})  # asked every few seconds: logged as debug
 SECURITY_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 log = logging.getLogger("lookfar.server.access")
 
@@ -55,14 +57,15 @@ class Gate:
         try:
             try:
                 self._check(scope, headers)
-                await self._app(scope, _Body(receive, self._config.limits.body_bytes), answer)
+                await self._app(scope, _Body(receive, self._config.limits), answer)
             except ApiError as error:
                 await _refuse(error, answer)
         finally:
             route = scope.get("route")
             self._metrics.answered(getattr(route, "path", "other"), status)
             fields |= {"status": status, "seconds": round(monotonic() - started, 4)}
-            log.info("request", extra={"fields": fields})
+            level = logging.DEBUG if scope["path"] in WATCHED_PATHS and status < 400 else logging.INFO
+            log.log(level, "request", extra={"fields": fields})
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Refuse a request before its body is read."""
@@ -89,17 +92,25 @@ class Gate:
 class _Body:
     """Receives a body up to a limit, whatever its headers say."""
 
-    def __init__(self, receive: Receive, limit: int) -> None:
+    def __init__(self, receive: Receive, limits: Limits) -> None:
         self._receive = receive
-        self._limit = limit
+        self._limits = limits
         self._size = 0
+        self._is_complete = False
 
     async def __call__(self) -> Message:
-        message = await self._receive()
+        # FastAPI would turn exceptions of other types into a 400.
+        if self._is_complete:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), self._limits.body_seconds)
+        except asyncio.TimeoutError:
+            raise HTTPException(408, f"Nothing came for {self._limits.body_seconds:g} s") from None
         if message["type"] == "http.request":
+            self._is_complete = not message.get("more_body", False)
             self._size += len(message.get("body", b""))
-            if self._size > self._limit:  # FastAPI would turn other exceptions into a 400
-                raise HTTPException(413, _too_large(self._limit).message.rstrip("."))
+            if self._size > self._limits.body_bytes:
+                raise HTTPException(413, _too_large(self._limits.body_bytes).message.rstrip("."))
         return message
 
 

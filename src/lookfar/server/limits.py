@@ -11,7 +11,8 @@ from lookfar.server.errors import ApiError, invalid
 
 REPEAT = re.compile(r"(?<!\\)\{(\d*)(?:(,)(\d*))?\}")
 # Small models write blanks without end where a grammar lets them: JSON has one space behind commas and colons.
-SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+GUIDANCE = {"x-guidance": {**SPACING, "coerce_one_of": True}}  # oneOf is taken as anyOf
 MAX_DEPTH = 64  # of a JSON schema
 
 
@@ -46,7 +47,7 @@ def checked_schema(param: str, schema: dict[str, Any] | str, limits: Limits) -> 
     _check_references(param, value, 0)
     for pattern in _patterns(value):
         checked_regex(param, pattern, limits)
-    return json.dumps(SPACING | value)
+    return json.dumps(GUIDANCE | value)
 
 
 def _check_references(param: str, value: Any, depth: int) -> None:

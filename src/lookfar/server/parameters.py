@@ -35,6 +35,10 @@ def job_of(lm: LM, body: GenerationBody, asked: Asked, tenant: Tenant, limits: L
     """Return the job of a request, checked against the limits."""
     n = body.n or 1
     check_count("n", n, limits.n)
+    if n * len(asked.prompts) > limits.answers:
+        raise invalid(
+            "n", f"One request has at most {limits.answers} answers, not {n} for {len(asked.prompts)} prompts."
+        )
     if asked.top_logprobs is not None:
         check_count("logprobs", asked.top_logprobs, limits.logprobs)
     options = sampling_options(body.temperature, top_p=body.top_p, top_k=body.top_k, min_p=body.min_p)

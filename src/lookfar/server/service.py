@@ -147,7 +147,9 @@ class Generation:
         job, admission = self.job, self._service.admission
         priority = job.priority + job.tenant.priority
         try:
-            await admission.enter(job.tenant.name, priority, job.answers, max(0.0, self._deadline - monotonic()))
+            await admission.enter(
+                job.client or job.tenant.name, priority, job.answers, max(0.0, self._deadline - monotonic())
+            )
         except TimeoutError:
             self._expired = True
             raise self._timeout() from None

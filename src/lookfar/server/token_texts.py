@@ -7,7 +7,7 @@ from typing import Any
 from lookfar.lm import LM
 from lookfar.server.logprobs import TokenLogprob
 
-LOWEST = -9999.0  # JSON has no infinity
+LOWEST = -9999.0  # JSON has neither infinity nor NaN
 
 
 def token_text(lm: LM, token: int) -> str:
@@ -16,7 +16,7 @@ def token_text(lm: LM, token: int) -> str:
 
 
 def shown_logprob(value: float) -> float:
-    return max(value, LOWEST)
+    return value if value > LOWEST else LOWEST
 
 
 def chat_logprobs(lm: LM, found: list[TokenLogprob], top: int) -> dict[str, Any]:
