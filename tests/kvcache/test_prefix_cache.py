@@ -123,6 +123,31 @@ def test_a_request_that_runs_shares_its_prompt(llama: PreTrainedModel) -> None:
     assert reused == {0: 0, 1: 40}
 
 
+def test_requests_with_one_prompt_read_it_once(llama: PreTrainedModel) -> None:
+    engine = eager_engine(llama, prefill_chunk=32, max_batch=4)
+    engine.share_prefixes(1 << 24)
+    prompt, other = random_prompts(100, 100)
+    results = run_requests(engine, [request(one) for one in (prompt, prompt, other, prompt)])
+    assert [one.stats.reused_tokens for one in results] == [0, 99, 0, 99]
+    expected = reference(llama, prompt, 16)
+    assert [results[i].token_ids for i in (0, 1, 3)] == [expected] * 3
+    assert results[2].token_ids == reference(llama, other, 16)
+
+
+def test_a_prompt_whose_reader_is_cancelled_is_read_by_the_next(llama: PreTrainedModel) -> None:
+    engine = eager_engine(llama, prefill_chunk=32, max_batch=4)
+    engine.share_prefixes(1 << 24)
+    (prompt,) = random_prompts(100)
+    first = engine.add(request(prompt))
+    engine.add(request(prompt), index=1)
+    engine.step()
+    assert len(engine.scheduler.running) == 1
+    engine.cancel(first)
+    outputs = [output for _ in range(40) for output in engine.step()]
+    assert outputs[-1].result is not None
+    assert outputs[-1].result.token_ids == reference(llama, prompt, 16)
+
+
 def test_changed_weights_forget_the_prefixes() -> None:
     lm = LM(tiny_model("llama"), budget=8)
     lm.engine.share_prefixes(1 << 24)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 
+from lookfar.core.ids import common_prefix
 from lookfar.engine.request import RequestState
 from lookfar.kvcache.base import KVCache
 from lookfar.kvcache.prefix_cache import PrefixCache
 
+WORTH_WAITING = 64  # tokens
 NO_MEMORY = (MemoryError, RuntimeError)  # of the host and of a device
 
 
@@ -33,6 +36,19 @@ class PrefixReuse:
             if known is not None:
                 with suppress(*NO_MEMORY):  # then it is computed again
                     state.num_cached = self._cache.import_kv(state.kv, known)
+
+    def comes_soon(self, state: RequestState, running: Iterable[RequestState]) -> bool:
+        """Whether a running request is reading much of the same prompt: waiting is faster than reading it twice."""
+        kv = state.request.kv
+        if self.prefixes is None or not kv.reuse or kv.first is not None or state.swapped is not None:
+            return False
+        for other in running:
+            same = other.request.kv.reuse and other.request.kv.namespace == kv.namespace
+            if same and other.request.kv.first is None and not other.stats.steps:
+                shared = common_prefix(other.request.prompt, state.ids)
+                if shared - self.prefixes.match(kv.namespace, state.ids) >= WORTH_WAITING:
+                    return True
+        return False
 
     def keep(self, state: RequestState) -> None:
         """Copy the KV of a text into the prefix cache, if there is one."""

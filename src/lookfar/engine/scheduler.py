@@ -124,12 +124,16 @@ class Scheduler:
                 if self.retrying:
                     self._start(self.retrying.popleft())
             return
-        if len(self.running) < self.max_batch:
-            self._make_room(self.waiting)
-        while self.waiting and len(self.running) < self.max_batch:
-            if not self.cache.has_room(self.waiting[0].reserved_positions):
+        if len(self.running) >= self.max_batch:
+            return
+        self._make_room(self.waiting)
+        for state in list(self.waiting):
+            if self.reuse.comes_soon(state, self.running.values()):
+                continue
+            if len(self.running) >= self.max_batch or not self.cache.has_room(state.reserved_positions):
                 return
-            self._start(self.waiting.popleft())
+            self.waiting.remove(state)
+            self._start(state)
 
     def _make_room(self, queue: deque[RequestState]) -> None:
         """Reserve KV cache for all requests of a queue, or for its first one; end that one if it cannot fit."""

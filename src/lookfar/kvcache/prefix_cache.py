@@ -51,6 +51,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return sum(len(node.tokens) for node in self._nodes)
 
+    def match(self, namespace: str, tokens: Seq[int]) -> int:
+        """Return the length of the longest known beginning of a text."""
+        return self._match(namespace, tokens)[1]
+
     def find(self, namespace: str, tokens: Seq[int]) -> KVState | None:
         """Return the KV of the longest known beginning of a text; None if it is too short to matter."""
         last, length, in_last = self._match(namespace, tokens)
