@@ -78,6 +78,7 @@ LATENT = {
     "num_key_value_heads": 4,
     "num_experts_per_tok": 2,
 }
+INDEXER = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 16}  # many heads: no two scores are equal
 
 # family, or family:variant → what its config needs beside SMALL
 TREES: dict[str, dict[str, Any]] = {
@@ -183,12 +184,29 @@ TREES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": LATENT,
     "longcat_flash": LATENT,
     "minicpm3": LATENT,
+    # sparse indexers, which choose fewer keys than the prompts have
+    "deepseek_v32": LATENT | INDEXER,
+    "glm_moe_dsa": LATENT | INDEXER,
+    "axk2": LATENT | INDEXER,
+    "hy_v4": LATENT | INDEXER,
     # attention sinks
     "gpt_oss": {},
     "mimo_v2_flash": {},
 }
 # Families with attention code of their own, or with a bias by position: they cannot be run in flat steps.
-NOT_FLAT = {"gpt_neox_japanese", "gptj", "codegen", "bloom", "mpt", "falcon:alibi", "falcon"}
+NOT_FLAT = {
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "axk2",
+    "hy_v4",
+    "gpt_neox_japanese",
+    "gptj",
+    "codegen",
+    "bloom",
+    "mpt",
+    "falcon:alibi",
+    "falcon",
+}
 
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 DELTA = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,6 +77,19 @@ def grids(height: int, width: int, patch: int = 4) -> Callable[[int], Tensors]:
     return patches
 
 
+def videos(frames: int, height: int, width: int, patch: int = 4) -> Callable[[int], Tensors]:
+    """Flattened patches of some videos, whose frames are seconds apart: positions run ahead of tokens."""
+
+    def patches(count: int) -> Tensors:
+        return {
+            "pixel_values_videos": torch.randn(count * frames * height * width, 3 * 2 * patch**2),
+            "video_grid_thw": torch.tensor([[frames, height, width]] * count),
+            "second_per_grid_ts": torch.tensor([9.0] * count),
+        }
+
+    return patches
+
+
 def gemma4_images(count: int) -> Tensors:
     places = torch.tensor([[x, y] for y in range(4) for x in range(4)])
     return {"pixel_values": torch.rand(count, 16, 48), "image_position_ids": places.repeat(count, 1, 1)}
@@ -112,11 +125,11 @@ class Family:
     config: dict[str, Any]
     media: Callable[[int], Tensors]
     tokens: int
-    types: str | None = None  # the input that marks placeholders with 1
+    types: str | None = None  # the input that marks placeholders
     mode: str = "tree"
     placeholder: int = PLACEHOLDER
+    kind: int = 1  # what marks a placeholder
     alone: bool = False  # one prompt of a batch cannot have images if another one has none
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def vision(text: dict[str, Any], tower: dict[str, Any], **others: Any) -> dict[str, Any]:
@@ -127,6 +140,11 @@ def vision(text: dict[str, Any], tower: dict[str, Any], **others: Any) -> dict[s
 QWEN2_VL = vision(
     {**TEXT, "rope_parameters": MROPE},
     {**PATCHES, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2},
+    vision_start_token_id=5,
+)
+QWEN2_5_VL = vision(
+    {**TEXT, "rope_parameters": MROPE},
+    {**PATCHES, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "fullatt_block_indexes": [1]},
     vision_start_token_id=5,
 )
 QWEN3_VL = vision(
@@ -219,23 +237,18 @@ MEDIA: dict[str, Family] = {
         4,
         types=None,
     ),
-    "qwen2_vl": Family(QWEN2_VL, grids(2, 3), 6, types="mm_token_type_ids"),
-    "qwen2_5_vl": Family(
+    "paligemma:2": Family(
         vision(
-            {**TEXT, "rope_parameters": MROPE},
-            {
-                **PATCHES,
-                "hidden_size": 32,
-                "out_hidden_size": 32,
-                "intermediate_size": 48,
-                "fullatt_block_indexes": [1],
-            },
-            vision_start_token_id=5,
+            {"model_type": "gemma2", **TEXT, **MIXED, "sliding_window": 160, "attn_logit_softcapping": None},
+            {**SIGLIP, "projection_dim": 32},
+            projection_dim=32,
         ),
-        grids(2, 3),
-        6,
-        types="mm_token_type_ids",
+        images(3, 8, 8),
+        4,
     ),
+    "qwen2_5_vl:video": Family(QWEN2_5_VL, videos(2, 2, 3), 12, types="mm_token_type_ids", placeholder=4, kind=2),
+    "qwen2_vl": Family(QWEN2_VL, grids(2, 3), 6, types="mm_token_type_ids"),
+    "qwen2_5_vl": Family(QWEN2_5_VL, grids(2, 3), 6, types="mm_token_type_ids"),
     "qwen3_vl": Family(QWEN3_VL, grids(2, 3), 6, types="mm_token_type_ids"),
     "glm4v": Family(GLM4V, grids(2, 3), 6, types="mm_token_type_ids"),
     "mistral3": Family(
@@ -335,7 +348,7 @@ def media_prompts(name: str, num_images: list[int], dtype: torch.dtype = torch.f
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     inputs: Tensors = {"input_ids": ids, "attention_mask": (ids != 0).long()}
     if family.types is not None:
-        inputs[family.types] = (ids == family.placeholder).long()
+        inputs[family.types] = (ids == family.placeholder).long() * family.kind
     if sum(num_images):
         inputs |= family.media(sum(num_images))
     return {key: x.to(DEVICE, dtype if x.is_floating_point() else x.dtype) for key, x in inputs.items()}

@@ -18,8 +18,7 @@ from lookfar.engine.driver import Driver
 from lookfar.engine.engine import Engine, EngineConfig
 from lookfar.engine.fallback import FallbackStream, decode_with_transformers
 from lookfar.engine.outputs import RequestResult, StepOutput
-from lookfar.engine.request import FinishReason, KVOptions, Request
-from lookfar.engine.stats import Stats
+from lookfar.engine.request import KVOptions, Request
 from lookfar.engine.warmup import example_prompt, warm_up
 from lookfar.errors import LookfarWarning, ModelError, RequestError
 from lookfar.inputs import PromptReader
@@ -184,13 +183,12 @@ class LM:
         return Stream(requests, sources, self.tokenizer)
 
     def chat(self, messages: Messages, **options: Unpack[GenerateOptions]) -> Completion:
-        """Answer a conversation, formatted with the model's chat template. Options as for `generate`."""
-        answer = self.generate(self.chat_prompt(messages), **options)
-        completion: Completion = answer[0] if isinstance(answer, list) else answer
-        return completion
+        """Answer a conversation in the model's chat template; it may hold images. Options as for `generate`."""
+        answer: Any = self.generate(self.chat_prompt(messages), **options)
+        return answer[0] if isinstance(answer, list) else answer  # type: ignore[no-any-return]
 
     def chat_prompt(self, messages: Messages) -> Any:
-        """Return a conversation as a prompt for `generate` or `stream`; with a processor it may hold images or audio."""
+        """Return a conversation as a prompt for `generate` or `stream`; with a processor, images and audio included."""
         return self._reader.chat(messages)
 
     def chat_ids(self, messages: Messages) -> list[int]:
@@ -329,12 +327,14 @@ class LM:
 
     def why_request_falls_back(self, request: Request) -> str:
         """Return why transformers has to decode a request; empty if the engine can."""
-        support = self.engine.runner.model.support
+        support, refused = self.engine.runner.model.support, self.engine.runner.model.first_pass_refused
+        if request.kv.first is not None and refused:
+            return refused
         if self.engine.can_speculate(request):
             return ""
         if not support.drafts:
             return support.reason
-        return f"{request.max_length} tokens reach past {support.tree_limit}, where its rotary scaling sets in"
+        return f"{request.max_length} tokens reach past {support.tree_limit}, where its {support.limited_by} sets in"
 
     def _warn(self, reason: str) -> None:
         """Warn once for each reason."""

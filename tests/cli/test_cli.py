@@ -121,7 +121,8 @@ def test_a_whole_run_on_a_tiny_model(
     ("config", "said"),
     [
         ({"model_type": "rwkv"}, ["none: decoded by transformers", "cannot be put back"]),
-        ({"model_type": "mamba"}, ["draft chains", "cannot be rolled back", "fed again"]),
+        ({"model_type": "mamba"}, ["none: decoded by transformers", "single tokens only"]),
+        ({"model_type": "mamba2"}, ["draft chains", "cannot be rolled back", "fed again"]),
         ({"model_type": "gemma2"}, ["draft trees", "sliding window of 4096", "full attention"]),
         ({"model_type": "bloom"}, ["ALiBi bias", "no limit"]),
         ({"model_type": "mpt"}, ["each request in a forward pass of its own"]),

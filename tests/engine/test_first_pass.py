@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 import lookfar
 from helpers import flat_lm, partly_right, wait_until
 from lookfar import LM
 from lookfar.engine.prepared import prepare_prompts
 from lookfar.models.first_forward import FirstForward
+from lookfar.models.support import examine
 from media import Tensors, media_model, media_prompts
 from sources import source_model, sources
 
@@ -228,3 +229,40 @@ def test_a_pass_is_shared_and_its_results_are_handed_out_once(bart: PreTrainedMo
     assert not call._rows
     (again,) = call.take([0])
     torch.testing.assert_close(again.logits, first.logits)
+
+
+def test_a_model_that_needs_more_than_the_kv_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may read its image in every step: the first prompt of that kind is compared with transformers' step."""
+    model = media_model("llava")
+    inputs = media_prompts("llava", [1])
+    expected = expected_of(model, inputs)
+    forward = model.model.language_model.forward
+
+    def with_more(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        if out.last_hidden_state.shape[1] == 1 and kwargs["past_key_values"].__class__.__name__ == "DynamicCache":
+            out.last_hidden_state = -out.last_hidden_state  # stands for what only `generate` gives to its steps
+        return out
+
+    monkeypatch.setattr(model.model.language_model, "forward", with_more)
+    own = expected_of(model, inputs)
+    assert own != expected
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    for _ in range(2):  # one warning
+        if not _:
+            with pytest.warns(UserWarning, match="it decodes with more than the KV"):
+                out = model.generate(**inputs, **options, custom_generate=lookfar.generate)
+        else:
+            out = model.generate(**inputs, **options, custom_generate=lookfar.generate)
+        assert out[0, inputs["input_ids"].shape[1] :].tolist() == own
+    lm = LM(model)
+    with pytest.raises(lookfar.LookfarError, match="send it again"):
+        lm.generate(inputs, max_new_tokens=NEW)
+    with pytest.warns(UserWarning, match="it decodes with more than the KV"):
+        assert answer(lm.generate(inputs, max_new_tokens=NEW)) == own
+
+
+def test_cross_attention_to_images_uses_the_fallback() -> None:
+    support = examine(CONFIG_MAPPING["mllama"]())
+    assert support.mode == "none"
+    assert "cross-attention" in support.reason

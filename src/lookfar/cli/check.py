@@ -32,6 +32,10 @@ def check(model: Model, as_json: options.Json = False) -> None:
         facts.add_row("why no trees" if support.drafts else "why", support.reason)
     if support.recurrent:
         facts.add_row("after a wrong draft", "the recurrent state is put back, and accepted tokens are fed again")
+    if support.encoder_decoder:
+        facts.add_row("source", "encoded once; drafts also come from it where the vocabulary is the same")
+    elif support.takes_media:
+        facts.add_row("images, audio, video", "transformers runs such prompts, and decoding goes on from its KV")
     for layer_type, kind in support.kinds.items() if support.drafts else ():
         facts.add_row("layers" if len(support.kinds) == 1 else layer_type.replace("_", " "), str(kind))
     facts.add_row("positions", "ALiBi bias" if support.alibi else "given with each row")

@@ -75,7 +75,7 @@ class Engine:
         if not batch.requests:
             return self.scheduler.take_ended()
         try:
-            runner = FirstPassStep(batch.requests) if batch.is_first_pass else self.runner
+            runner = FirstPassStep(batch.requests, self.runner.model) if batch.is_first_pass else self.runner
         except Exception as error:
             return self.scheduler.fail(batch, error)
         try:

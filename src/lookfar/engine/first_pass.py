@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import partial
 from itertools import accumulate
 from time import perf_counter
 
@@ -13,6 +14,8 @@ from lookfar.core.arrays import Ints
 from lookfar.core.plan import StepPlan
 from lookfar.engine.request import RequestState
 from lookfar.kvcache.base import KVCache
+from lookfar.models.binding import BoundModel
+from lookfar.models.self_check import check_continuation
 from lookfar.runners.base import StepResult
 from lookfar.sampling.sampler import greedy, top_k
 
@@ -24,11 +27,12 @@ class FirstPassStep:
     `launch`, so an error of the pass ends these requests only.
     """
 
-    def __init__(self, requests: Seq[RequestState]) -> None:
+    def __init__(self, requests: Seq[RequestState], model: BoundModel) -> None:
         started = perf_counter()
         passes = [state.request.kv.first for state in requests if state.request.kv.first is not None]
         self.requests = requests
-        self.rows = passes[0].call.take([one.row for one in passes])
+        check = None if model.first_pass_checked else partial(check_continuation, model)
+        self.rows = passes[0].call.take([one.row for one in passes], check)
         self.seconds = perf_counter() - started
 
     def launch(self, plan: StepPlan, cache: KVCache) -> FirstPassStep:

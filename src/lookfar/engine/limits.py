@@ -16,8 +16,9 @@ def check_request(request: Request, runner: ModelRunner, max_length: int | None)
     """Refuse a request that cannot fit."""
     if max_length is not None and request.decoded_length > max_length:
         ours = max_length != runner.model.support.max_positions
+        prompt = request.decoded_length - request.max_new_tokens
         raise CapacityError(
-            f"The prompt has {len(request.prompt) - request.source_length} tokens and max_new_tokens is {request.max_new_tokens}: "
+            f"The prompt has {prompt} tokens and max_new_tokens is {request.max_new_tokens}: "
             f"{request.decoded_length} do not fit in {max_length}, so shorten one of them"
             + (" or raise max_length." if ours else ", the most that this model has positions for.")
         )

@@ -63,7 +63,9 @@ def _rows(
     for row, pad in enumerate(pads):
         source: list[int] = []
         if has_encoder:
-            source = source_tokens(model, call["encoder_input"][row], mask[row] if mask is not None else None, vocab_size)
+            source = source_tokens(
+                model, call["encoder_input"][row], mask[row] if mask is not None else None, vocab_size
+            )
         tokens = [token if token < vocab_size else UNKNOWN_TOKEN for token in ids[row, pad:].tolist()]
         prompts.append(PreparedPrompt(tokens, tuple(source), FirstPass(first, row, len(source))))
     return prompts
@@ -71,9 +73,13 @@ def _rows(
 
 def source_tokens(model: PreTrainedModel, read: torch.Tensor, mask: torch.Tensor | None, vocab_size: int) -> list[int]:
     """Return the tokens that an encoder has read, if the decoder has the same ones: answers may copy them."""
-    if read.ndim != 1 or read.is_floating_point() or not getattr(model.config, "share_encoder_decoder_embeddings", True):
+    if (
+        read.ndim != 1
+        or read.is_floating_point()
+        or not getattr(model.config, "share_encoder_decoder_embeddings", True)
+    ):
         return []
     if mask is not None and len(mask) == len(read):
         read = read[mask.bool()]
     tokens: list[int] = read.tolist()
-    return tokens if tokens and 0 <= min(tokens) and max(tokens) < vocab_size else []
+    return tokens if tokens and min(tokens) >= 0 and max(tokens) < vocab_size else []

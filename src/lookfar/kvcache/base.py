@@ -19,14 +19,14 @@ StateKey = tuple[int, str, int]  # layer, conv_states or recurrent_states, index
 class KVState:
     """What the cache holds of one request."""
 
-    # For each layer keys and values, [1, heads, positions, head_dim]; None for a layer without.
-    layers: list[tuple[torch.Tensor, torch.Tensor] | None]
+    # For each layer keys, values, perhaps keys of an indexer, [1, heads, positions, dim]; None for a layer without.
+    layers: list[tuple[torch.Tensor, ...] | None]
     length: int  # tokens
     recurrent: Mapping[StateKey, torch.Tensor] = field(default_factory=dict)  # recurrent states, [1, …]
 
     def to_host(self) -> KVState:
         """Return a copy in host memory."""
-        layers = [None if kv is None else (kv[0].cpu(), kv[1].cpu()) for kv in self.layers]
+        layers = [None if kv is None else tuple(part.cpu() for part in kv) for kv in self.layers]
         return KVState(layers, self.length, {key: state.cpu() for key, state in self.recurrent.items()})
 
 
@@ -109,6 +109,10 @@ class KVCache(ABC):
 
 def kv_of(past: Cache) -> KVState:
     """Return the keys and values of a transformers cache; recurrent layers have none."""
-    kv = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in past.layers]
-    layers = [None if keys is None or not keys.numel() else (keys, values) for keys, values in kv]
+    layers: list[tuple[torch.Tensor, ...] | None] = []
+    for layer in past.layers:
+        used = getattr(layer, "keys", None) is not None and layer.keys.numel()
+        indexer = getattr(layer, "indexer_keys", None)
+        own = (layer.keys, layer.values) if used else None
+        layers.append(own if own is None or indexer is None else (*own, indexer[:, None]))
     return KVState(layers, max((kv[0].shape[-2] for kv in layers if kv is not None), default=0))

@@ -196,7 +196,7 @@ class SlotKVCache(KVCache):
         self.apply_moves()
         slot, positions = self._slot_of[handle], slice(start, end)
         layers = [
-            (layer.keys[slot, None, :, positions].clone(), layer.values[slot, None, :, positions].clone())
+            tuple(buffer[slot, None, :, positions].clone() for buffer in layer.tensors())
             if isinstance(layer, SlotLayer) and layer.is_initialized
             else None
             for layer in self.buffers.layers
@@ -210,11 +210,11 @@ class SlotKVCache(KVCache):
         for index, kv in enumerate(state.layers):
             if kv is None:
                 continue
-            keys, values = kv
             layer = self.buffers.layer(index)
             if not layer.is_initialized:
-                layer.lazy_initialization(keys, values)
-            layer.keys[slot, :, at], layer.values[slot, :, at] = keys[0], values[0]
+                layer.allocate_like(kv)
+            for buffer, part in zip(layer.tensors(), kv, strict=True):
+                buffer[slot, :, at] = part[0]
         return state.length
 
     def import_kv(self, handle: KVHandle, state: KVState) -> int:

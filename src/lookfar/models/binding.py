@@ -50,6 +50,8 @@ class BoundModel:
             free_time_steps(model)
         self.attention = _mask_attention(model)
         self._sources = SourceBatch()
+        self.first_pass_checked = False
+        self.first_pass_refused = ""  # why transformers has to decode prompts with images or a source
         self._shape = self._present_shape()
         self.fingerprint = ModelFingerprint.of(model)
 
@@ -130,7 +132,7 @@ class BoundModel:
 
     def forget(self) -> None:
         """Keep nothing of the requests of the last step."""
-        self._sources.forget()
+        self._sources = SourceBatch()
 
     def packed_weights(self) -> AbstractContextManager[None]:
         """Let linear layers compute with packed weights while the context is open, if there are any."""

@@ -62,8 +62,8 @@ def _embeddings_at(module: nn.Module, positions: torch.Tensor) -> Iterator[None]
         if isinstance(example, torch.Tensor):
             tokens = torch.full((1, count), getattr(module, "padding_idx", None) or 0, device=example.device) + 1
             if hasattr(module, "create_position_ids_from_input_ids"):  # there, padding has no position
-                padding.append((example == module.padding_idx)[..., None])
-        given = {"past_key_values_length": first}
+                padding.append(example.eq(module.padding_idx)[..., None])  # type: ignore[arg-type]
+        given: dict[str, Any] = {"past_key_values_length": first}
         if "position_ids" in kwargs:
             given["position_ids"] = torch.arange(first, first + count, device=kwargs["position_ids"].device)
         return (tokens,), given
@@ -75,8 +75,7 @@ def _embeddings_at(module: nn.Module, positions: torch.Tensor) -> Iterator[None]
         return found.masked_fill(padding.pop(), 0.0) if padding else found
 
     with ExitStack() as hooks:
-        for hook in (ask_for_range, pick):
-            hook.row_wise = True  # type: ignore[attr-defined] # see hooks.py
+        ask_for_range.row_wise = pick.row_wise = True  # type: ignore[attr-defined] # see hooks.py
         hooks.callback(module.register_forward_pre_hook(ask_for_range, with_kwargs=True).remove)
         hooks.callback(module.register_forward_hook(pick).remove)
         yield

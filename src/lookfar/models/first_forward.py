@@ -1,19 +1,20 @@
 """The first forward pass of prompts that are more than text: images, audio, video, the source of an encoder.
 
-It is transformers' own, with the inputs that `generate` prepared. Its KV goes to the slots of its requests, which decode
-from there like all others.
+It is transformers' own, with the inputs that `generate` prepared. Its KV goes to the slots of its requests, which
+decode from there like all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lookfar.errors import ModelError
+from lookfar.errors import FirstPassError
 from lookfar.kvcache.base import KVState, StateKey, kv_of
 from lookfar.kvcache.recurrent import states_of, whole_cache
 from lookfar.models.source import SourceKV
@@ -28,6 +29,9 @@ class PrefilledRow:
     logits: torch.Tensor  # [vocabulary] after its last token
     position_offset: int = 0  # of later positions, as the model counts them, against their index in the text
     source: SourceKV | None = None  # of an encoder-decoder model
+
+
+Check = Callable[["FirstForward", Cache, "list[PrefilledRow]"], None]
 
 
 class FirstForward:
@@ -52,28 +56,31 @@ class FirstForward:
         self.given = given  # what `generate` would be called with, if that is known
         self._rows: dict[int, PrefilledRow] = {}
 
-    def take(self, rows: Seq[int]) -> list[PrefilledRow]:
-        """Return the results of some rows."""
+    def take(self, rows: Seq[int], check: Check | None = None) -> list[PrefilledRow]:
+        """Return the results of some rows; those of a pass that runs now can be checked, with its cache."""
         if not self._rows.keys() >= set(rows):
-            self._rows = dict(enumerate(self._run()))
+            cache, found = self._run()
+            if check is not None:
+                check(self, cache, found)
+            self._rows = dict(enumerate(found))
         return [self._rows.pop(row) for row in rows]
 
-    def _run(self) -> list[PrefilledRow]:
+    def _run(self) -> tuple[Cache, list[PrefilledRow]]:
         cache = new_cache(self.model)
         logits, positions = self.forward(cache)
         text = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        if text.get_seq_length() != self.input_ids.shape[1]:
-            raise ModelError(
-                f"{self.model.config.model_type} caches {text.get_seq_length()} positions for a prompt of "
-                f"{self.input_ids.shape[1]} tokens, which lookfar cannot continue: use model.generate."
+        kv, states = kv_of(text), states_of(text)
+        length = self.input_ids.shape[1]
+        if any(layer is not None and layer[0].shape[-2] != length for layer in kv.layers):
+            raise FirstPassError(
+                f"{self.model.config.model_type} does not cache one position for each token of a prompt: "
+                "use model.generate for this one."
             )
-        kv = kv_of(text)
-        states = states_of(text)
-        return [
+        return cache, [
             PrefilledRow(
                 _row_of(kv, row, pad, states),
                 logits[row, -1].float(),
-                _offset(positions, row, self.input_ids.shape[1] - pad),
+                _offset(positions, row, length - pad),
                 self._source(cache, row),
             )
             for row, pad in enumerate(self.pads)
@@ -89,6 +96,17 @@ class FirstForward:
             prepared = self.model.prepare_inputs_for_generation(self.input_ids, is_first_iteration=True, **inputs)
             logits: torch.Tensor = self.model(**prepared, return_dict=True).logits
         return logits, prepared.get("position_ids")
+
+    def decode(self, cache: Cache, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits after one more token of each row, [batch, 1], as `generate` computes them."""
+        has_encoder = self.model.config.is_encoder_decoder
+        done = CausalLMOutputWithPast(past_key_values=cache)
+        kwargs = self.model._update_model_kwargs_for_generation(done, {**self.inputs, "use_cache": True}, has_encoder)
+        text = torch.cat([self.input_ids, tokens.to(self.input_ids.device)], -1)
+        with torch.no_grad():
+            prepared = self.model.prepare_inputs_for_generation(text, next_sequence_length=1, **kwargs)
+            logits: torch.Tensor = self.model(**prepared, return_dict=True).logits
+        return logits[:, -1]
 
     def replay(self, cache: Cache, answer: torch.Tensor) -> torch.Tensor:
         """Run the pass and then an answer, [batch, tokens], with a cache to fill; returns the logits after the prompt
@@ -148,9 +166,6 @@ def _offset(positions: torch.Tensor | None, row: int, length: int) -> int:
 
 def _row_of(kv: KVState, row: int, start: int, states: Mapping[StateKey, torch.Tensor] | None = None) -> KVState:
     """Return one row of the KV of a batch, from position `start` on, and of its recurrent states."""
-    layers = [
-        None if layer is None else (layer[0][row : row + 1, :, start:], layer[1][row : row + 1, :, start:])
-        for layer in kv.layers
-    ]
-    own_states = {key: state[row : row + 1] for key, state in (states or {}).items()}
+    layers = [None if layer is None else tuple(part[row : row + 1, :, start:] for part in layer) for layer in kv.layers]
+    own_states = {key: state[row : row + 1].clone() for key, state in (states or {}).items()}  # updated in place
     return KVState(layers, kv.length - start, own_states)

@@ -6,12 +6,15 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
+from transformers import Cache
 
 from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.tree import DraftTree
+from lookfar.errors import FirstPassError
 from lookfar.kvcache.recurrent import RecurrentKVCache
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
+from lookfar.models.first_forward import FirstForward, PrefilledRow
 
 PROMPT, BRANCH = 6, 4
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # anything coarser: 0.1
@@ -55,6 +58,38 @@ def _chain_logits(bound: BoundModel, lengths: Seq[int]) -> torch.Tensor:
         found.append(bound.forward(plan, cache)[0])
         cached = cache.commit(handle, length)
     return torch.cat(found)
+
+
+def check_continuation(bound: BoundModel, call: FirstForward, cache: Cache, rows: Seq[PrefilledRow]) -> None:
+    """Compare one more token after a first pass with transformers' own decoding step, once for each model.
+
+    A model may need more of an image in every step than its KV. Raises a `FirstPassError`; later prompts of the kind
+    are left to transformers.
+    """
+    try:
+        same = _continues_alike(bound, call, cache, rows)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
+        same = False
+    if not same:
+        bound.first_pass_refused = "it decodes with more than the KV of such a prompt"
+        raise FirstPassError(
+            f"{bound.support.model_type} decodes with more than the KV of this prompt: send it again, "
+            "and transformers decodes it."
+        )
+    bound.first_pass_checked = True
+
+
+def _continues_alike(bound: BoundModel, call: FirstForward, cache: Cache, rows: Seq[PrefilledRow]) -> bool:
+    tokens = torch.stack([row.logits for row in rows]).argmax(-1)
+    slots = RecurrentKVCache(bound.model.config) if bound.support.recurrent else SlotKVCache()
+    slots.reserve(len(rows), call.input_ids.shape[1] + 1, most=len(rows), keep=False)
+    plans = []
+    for row, token in zip(rows, tokens.tolist(), strict=True):
+        handle, _ = slots.allocate()
+        cached, offset = slots.import_kv(handle, row.kv), row.position_offset
+        plans.append(RequestPlan(np.array([token]), cached, handle, position_offset=offset, source=row.source))
+    ours = bound.forward(StepPlan(plans), slots)[:, -1]
+    return agree(ours, call.decode(cache, tokens[:, None]), slack=10)
 
 
 def verifies_trees(bound: BoundModel) -> bool:

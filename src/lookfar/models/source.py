@@ -62,10 +62,6 @@ class SourceBatch:
         if not mask.all():
             self._arguments["attention_mask"] = mask.long()
 
-    def forget(self) -> None:
-        """Release the sources of the last step."""
-        self.__init__()  # type: ignore[misc]
-
 
 def measured_source(batch: int, hidden_size: int, like: torch.Tensor, text: Cache) -> dict[str, Any]:
     """Return arguments for steps that are only timed: the model computes the KV of a source of zeros."""

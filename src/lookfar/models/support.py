@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import transformers
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from lookfar.errors import ModelError
@@ -34,6 +34,7 @@ CHAIN_FAMILIES = {"gpt_neo": "its local layers measure distance by the index in 
 ONE_TOKEN = "its code continues from a recurrent state with single tokens only"
 LIMITED_EXPERTS = "its experts take a limited number of rows of a step, so draft tokens would change the result"
 FALLBACK_FAMILIES = {
+    "mllama": "its cross-attention layers read the image in every step",
     "nllb-moe": LIMITED_EXPERTS,
     "switch_transformers": LIMITED_EXPERTS,
     "blt": "its patches depend on the tokens around them",
@@ -48,9 +49,10 @@ FALLBACK_FAMILIES = {
     "xlstm": "its recurrent state is not part of the cache, so it cannot be put back",
 }
 BIDIRECTIONAL_PROMPTS = {"paligemma"}
+ONE_MASK = {"paligemma"}  # families that take one mask for all layers, though these are of several types
 ONE_BY_ONE = {"mpt", "inkling_text"}  # families with a bias by position that is the same for all texts of a step
 MASK_FUNCTION = {"window": "create_sliding_window_causal_mask", "chunk": "create_chunked_causal_mask"}
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
 STATE_TYPES = {"linear_attention", "conv", "moe", "mlp"}  # layers without attention
 HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # attention beside a state
 
@@ -73,13 +75,21 @@ class Support:
     takes_media: bool = False  # prompts may hold images, audio or video
     first_pass: bool = False  # transformers has to run every prompt: its tokens see later ones, or it has a source
     tree_limit: int | None = None  # drafts are exact up to this length; longer requests use the fallback
+    limited_by: str = "rotary scaling"  # what sets in there
 
     @property
     def why_not_flat(self) -> str:
         """Why the rows of several requests cannot lie side by side; empty if they can."""
         if self.encoder_decoder:
             return "its decoder also reads a source"
+        if self.indexed:
+            return "its indexer reads the mask"
         return "its attention adds a bias by position" if self.alibi else ""
+
+    @property
+    def indexed(self) -> bool:
+        """Whether layers choose keys by an indexer, which reads the mask itself."""
+        return "indexed_attention" in self.kinds
 
     @property
     def trees(self) -> bool:
@@ -109,6 +119,9 @@ def examine(config: PreTrainedConfig, model_class: type | None = None) -> Suppor
         "first_pass": config.is_encoder_decoder or config.model_type in BIDIRECTIONAL_PROMPTS,
         "tree_limit": _tree_limit(text),
     }
+    if config.model_type in ONE_MASK and by_layer_type:
+        facts |= {"kinds": {"full_attention": LayerKind()}, "by_layer_type": False, "limited_by": "sliding window"}
+        facts["tree_limit"] = text.sliding_window  # up to there, all layers see the same
     facts["counts_padding"] = not (facts["alibi"] or facts["recurrent"] or _takes_positions(model_class))
     facts["one_by_one"] = text.model_type in ONE_BY_ONE or (mode == "chain" and not facts["recurrent"])
     return Support(config.model_type, mode, reason, **facts)
@@ -135,9 +148,7 @@ def loaded_class(config: PreTrainedConfig) -> tuple[Any, type]:
         if type(config) in auto._model_mapping:
             found = auto._model_mapping[type(config)]
             return auto, found[0] if isinstance(found, tuple) else found
-    raise ModelError(
-        f"transformers has no language model for {config.model_type!r}: give a model that generates text."
-    )
+    raise ModelError(f"transformers has no language model for {config.model_type!r}: give a model that generates text.")
 
 
 def _mode(
@@ -173,7 +184,7 @@ def _mode_of_cache(
     if is_recurrent(config):
         return "chain", "its recurrent state cannot be rolled back to a branch of a tree"
     for layer in DynamicCache(config=config).layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer):
             return "none", f"its cache has layers of the type {type(layer).__name__}, which cannot be rolled back"
     others = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()) - set(LAYER_TYPES)
     if others:
@@ -236,7 +247,14 @@ def _unmasked(kinds: dict[str, LayerKind], text: PreTrainedConfig, model_class: 
 def _max_positions(text: PreTrainedConfig) -> int | None:
     if text.model_type in RELATIVE:
         return None
-    for name in ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+    for name in (
+        "max_target_positions",
+        "max_decoder_position_embeddings",
+        "max_position_embeddings",
+        "n_positions",
+        "max_seq_len",
+        "n_ctx",
+    ):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
             return value

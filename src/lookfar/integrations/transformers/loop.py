@@ -18,7 +18,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lookfar.drafters.registry import StrategySpec, parse_strategy
 from lookfar.engine.outputs import StepOutput
-from lookfar.errors import RequestError
+from lookfar.errors import FirstPassError, RequestError, first_sentence
 from lookfar.integrations.transformers.call import GenerateCall, UnsupportedCall
 from lookfar.integrations.transformers.results import LockstepStreamer, build_result
 from lookfar.integrations.transformers.state import ATTRIBUTE, ModelState, state_of
@@ -73,13 +73,16 @@ def generate(
         lm = state.lm_of(model)
         call.check(lm)
         requests = call.requests(lm, *lm.speculation_for(strategy, budget))
+        if len(requests) > lm.engine.scheduler.max_batch:
+            lm.driver.call(lambda: lm.engine.widen(len(requests)))
+        try:
+            results = lm.run(requests, _observers(call, streamer))
+        except FirstPassError as error:  # nothing was decoded yet
+            raise UnsupportedCall(lm.engine.runner.model.first_pass_refused or first_sentence(error)) from None
     except UnsupportedCall as reason:
         state.stats = []
         state.warn(model, str(reason))
         return stock_loop(model)(model, input_ids, **prepared, **inputs)
-    if len(requests) > lm.engine.scheduler.max_batch:
-        lm.driver.call(lambda: lm.engine.widen(len(requests)))
-    results = lm.run(requests, _observers(call, streamer))
     if streamer is not None:
         streamer.end()
     state.stats = [result.stats for result in results]

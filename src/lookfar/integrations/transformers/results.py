@@ -71,11 +71,13 @@ def _fill_cache(
     The KV of one sequence is copied. The engine stores no padding, so the KV of a padded batch is computed in one
     more forward pass, which also gives the logits of all emitted tokens. So is that of a decoder with its source.
     """
-    cache = call.past
+    cache: Any = call.past
     if results[0].exported is not None:
         for layer, kv in enumerate(results[0].exported.layers):
             if kv is not None:
-                cache.update(*kv, layer)
+                cache.update(*kv[:2], layer)
+                if len(kv) > 2:
+                    cache.update_indexer(kv[2][:, 0], layer)
         return None
     return _all_logits(call, ids, cache, first)
 
