@@ -140,15 +140,15 @@ def _sliced(kv: KVState, start: int, end: int, copy: bool = False) -> KVState:
         sliced = states[:, :, start:end]
         return sliced.clone() if copy else sliced
 
-    return KVState([None if one is None else (part(one[0]), part(one[1])) for one in kv.layers], end - start)
+    return KVState([None if one is None else tuple(map(part, one)) for one in kv.layers], end - start)
 
 
 def _joined(parts: list[KVState], length: int) -> KVState:
     if len(parts) == 1:
         return parts[0]
-    layers: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+    layers: list[tuple[torch.Tensor, ...] | None] = []
     for of_layer in zip(*(part.layers for part in parts), strict=True):
         known = [one for one in of_layer if one is not None]
-        keys, values = ([one[i] for one in known] for i in (0, 1))
-        layers.append((torch.cat(keys, 2), torch.cat(values, 2)) if known else None)
+        joined = tuple(torch.cat(same, 2) for same in zip(*known, strict=True))  # keys, values, …
+        layers.append(joined or None)
     return KVState(layers, length)
