@@ -164,7 +164,7 @@ class Client:
                 await asyncio.sleep(0.02)
         text = _text_of(content, streamed=kind != "whole")
         if text != case.text:
-            self._tally.wrong.append(f"{kind}: {case.fields}")
+            self._tally.wrong.append(f"{kind}: {case.fields}: {text[:200]}")
             return "wrong text"
         return "right text"
 
@@ -175,7 +175,10 @@ def _text_of(content: bytes, streamed: bool) -> str:
     text = ""
     for line in content.decode().splitlines():
         if line.startswith("data: {"):
-            text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                return f"error: {chunk['error']['message']}"
+            text += chunk["choices"][0]["text"]
     return text
 
 
@@ -245,7 +248,7 @@ def measure(requests: int, clients: int, remember: bool = True) -> dict[str, Any
         "p50_seconds": round(tally.seconds[len(tally.seconds) // 2], 4),
         "p99_seconds": round(tally.seconds[int(0.99 * len(tally.seconds))], 4),
         "ends": dict(sorted(tally.ends.items())),
-        "wrong_texts": len(tally.wrong),
+        "wrong_texts": tally.wrong[:10],
         "server_outcomes": dict(outcomes),
         "left_behind": left,
         "memory_mib": tally.memory,

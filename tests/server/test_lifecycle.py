@@ -173,6 +173,26 @@ def test_clients_take_turns_and_priorities_come_first() -> None:
     assert asyncio.run(run()) == ["urgent-1", "greedy0", "modest0", "greedy0", "greedy0"]
 
 
+def test_a_request_that_leaves_just_before_it_would_be_let_in_is_passed_over() -> None:
+    async def run() -> None:
+        admission = Admission(1, max_queue=9)
+        for _ in range(1 + AHEAD):
+            await admission.enter("a", 0, 1, 10)
+        waiting = [asyncio.create_task(admission.enter(client, 0, 1, 10)) for client in "bbc"]
+        await asyncio.sleep(0)
+        waiting[0].cancel()  # its task has not run yet when a place becomes free
+        admission.leave(1)
+        await asyncio.gather(*waiting[:1], return_exceptions=True)
+        await waiting[2]
+        assert (admission.active, admission.waiting) == (1 + AHEAD, 1)
+        admission.leave(1)
+        await waiting[1]
+        assert (admission.active, admission.waiting) == (1 + AHEAD, 0)
+        assert not admission._queues
+
+    asyncio.run(run())
+
+
 def test_a_place_is_not_lost_when_a_request_leaves_as_it_is_let_in() -> None:
     async def run() -> None:
         admission = Admission(1, max_queue=1)

@@ -12,6 +12,7 @@ def test_mixed_requests_are_answered_or_cancelled_exactly_once_and_leave_nothing
     ends = found["ends"]
     assert sum(ends.values()) == 300
     assert {end.split(": ")[1] for end in ends} <= {"right text", "left", "refused"}, ends
+    assert found["wrong_texts"] == []
     completed = sum(count for end, count in ends.items() if end.endswith("right text"))
     assert found["server_outcomes"]["completed"] == completed
     assert set(found["server_outcomes"]) <= {"completed", "cancelled"}

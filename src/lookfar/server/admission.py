@@ -43,12 +43,16 @@ class _Queue:
             del self.of_client[client]
         return waiter
 
-    def remove(self, waiter: _Waiter) -> None:
-        waiters = self.of_client[waiter.client]
+    def remove(self, waiter: _Waiter) -> bool:
+        """Remove a waiter; False if it is not there."""
+        waiters = self.of_client.get(waiter.client, deque())
+        if waiter not in waiters:
+            return False
         waiters.remove(waiter)
         if not waiters:
             del self.of_client[waiter.client]
             self.turns.remove(waiter.client)
+        return True
 
 
 class Admission:
@@ -106,9 +110,11 @@ class Admission:
             waiter.let_in.set_exception(TimeoutError())
 
     def _remove(self, waiter: _Waiter) -> None:
-        self.waiting -= waiter.answers
-        self._queues[waiter.priority].remove(waiter)
-        self._drop_if_empty(waiter.priority)
+        """Take a waiter out of its queue, if it is still there."""
+        queue = self._queues.get(waiter.priority)
+        if queue is not None and queue.remove(waiter):
+            self.waiting -= waiter.answers
+            self._drop_if_empty(waiter.priority)
 
     def leave(self, answers: int, seconds: float | None = None) -> None:
         """Give up the place; `seconds` is how long the answers took."""
@@ -120,8 +126,9 @@ class Admission:
             waiter = self._queues[priority].pop()
             self._drop_if_empty(priority)
             self.waiting -= waiter.answers
-            self.active += waiter.answers
-            waiter.let_in.set_result(None)
+            if not waiter.let_in.done():  # otherwise it was cancelled, and its task does not know yet
+                self.active += waiter.answers
+                waiter.let_in.set_result(None)
 
     @property
     def _has_place(self) -> bool:
