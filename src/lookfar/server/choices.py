@@ -48,6 +48,8 @@ class Choice:
     def add(self, output: StepOutput) -> Delta:
         """Take the next output of this answer."""
         tokens = list(output.tokens)
+        if output.result is not None:  # without streaming, tokens of a step that was repeated come with the result only
+            tokens = output.result.token_ids[len(self.tokens) :]
         logprobs = []
         if self._recorder is not None:
             logprobs = [self._recorder.take(len(self.tokens) + i, token) for i, token in enumerate(tokens)]
