@@ -213,3 +213,30 @@ def test_a_place_is_not_lost_when_a_request_leaves_as_it_is_let_in() -> None:
         assert (admission.active, admission.waiting) == (1 + AHEAD, 0)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_step_that_is_repeated_loses_no_tokens(
+    server: LiveServer, lm: LM, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = lm.generate("A", max_new_tokens=20, eos_token_id=257).text
+    launch, calls = lm.engine.runner.launch, iter(range(1000))
+
+    def fail_once(*arguments: Any) -> Any:
+        if next(calls) == 5:
+            raise RuntimeError("out of memory, for once")
+        return launch(*arguments)
+
+    monkeypatch.setattr(lm.engine.runner, "launch", fail_once)
+    body = {"prompt": "A", "max_tokens": 20, "n": 2, "ignore_eos": True, "lookfar": {"strategy": "none"}}
+    answer = post(server, **body, stream=stream)
+    if not stream:
+        texts = [choice["text"] for choice in answer.json()["choices"]]
+    else:
+        texts = ["", ""]
+        for line in answer.text.splitlines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    texts[choice["index"]] += choice["text"]
+    assert texts == [expected] * 2
+    assert server.is_idle
