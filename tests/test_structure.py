@@ -27,7 +27,7 @@ LAYERS = (
     ("lm",),
     ("loading",),
     ("integrations", "explain", "bench", "testing"),
-    ("compat",),
+    ("compat", "server"),
     ("cli",),
     ("__init__",),
 )

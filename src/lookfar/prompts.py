@@ -59,10 +59,11 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size
     return ids
 
 
-def chat_text(messages: Messages, tokenizer: Any, as_parts: bool = False) -> str:
+def chat_text(messages: Messages, tokenizer: Any, as_parts: bool = False, **arguments: Any) -> str:
     """Format a conversation with the chat template of a tokenizer or processor, ready for the model's answer.
 
-    Templates of multimodal models take the content of messages `as_parts`.
+    Templates of multimodal models take the content of messages `as_parts`. `arguments` are for the template: `tools`,
+    or what it knows beside them.
     """
     if tokenizer is None:
         raise RequestError("chat needs a tokenizer: pass one to lookfar.LM(model, tokenizer).")
@@ -71,7 +72,8 @@ def chat_text(messages: Messages, tokenizer: Any, as_parts: bool = False) -> str
     texts = [{**message, "content": _message_text(message)} for message in _checked_messages(messages)]
     if as_parts:
         texts = [{**message, "content": _parts(message["content"])} for message in texts]
-    return _checked_text(str(tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False)))
+    text = tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False, **arguments)
+    return _checked_text(str(text))
 
 
 def has_media(messages: Messages) -> bool:

@@ -19,7 +19,7 @@ from families import tiny_model
 from helpers import byte_tokenizer
 from lookfar import LM
 from lookfar.cli import main
-from lookfar.cli.chat import Conversation
+from lookfar.cli.conversation import Conversation
 
 
 @pytest.fixture

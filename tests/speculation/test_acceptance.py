@@ -50,3 +50,17 @@ def test_only_nodes_that_the_text_reached_teach() -> None:
     first, second = set(found.features[1].tolist()), set(found.features[2].tolist())
     assert set(changed.tolist()) <= first
     assert not set(changed.tolist()) & (second - first)
+
+
+def test_drafts_that_are_never_accepted_are_still_built() -> None:
+    """Their scores underflow to 0, which must not be divided by."""
+    from families import tiny_model
+    from helpers import random_prompts, reference
+    from lookfar.lm import LM
+
+    lm = LM(tiny_model("llama"), budget=8)
+    (prompt,) = random_prompts(20)
+    lm.generate(prompt, max_new_tokens=8)
+    for model in lm.draft_state.acceptance_models:
+        model.weights[:] = -1e4
+    assert lm.generate(prompt, max_new_tokens=8).token_ids == reference(lm.model, prompt, 8)

@@ -15,7 +15,9 @@ from lookfar.cli.compare import compare
 from lookfar.cli.explain import explain
 from lookfar.cli.generate import generate
 from lookfar.cli.options import say
+from lookfar.cli.serve import serve
 from lookfar.cli.store import app as store
+from lookfar.cli.top import top
 from lookfar.cli.tune import tune
 from lookfar.errors import LookfarError, LookfarWarning
 from lookfar.version import __version__
@@ -32,6 +34,8 @@ app.command()(compare)
 app.command()(check)
 app.command()(explain)
 app.command()(tune)
+app.command()(serve)
+app.command()(top)
 app.add_typer(bench, name="bench")
 app.add_typer(store, name="store")
 

@@ -25,7 +25,7 @@ def show_answer(
     """Print an answer as it comes. Returns its text, its last chunk, and whether Ctrl-C stopped it."""
     text, last = "", None
     colours = cycle(COLOURS)
-    with stream, _interrupts() as interrupted:
+    with stream, interrupts() as interrupted:
         for chunk in stream:
             on_chunk(chunk)
             out.print(Text(chunk.text, style=next(colours)), end="", soft_wrap=True)
@@ -44,7 +44,7 @@ def summary(stats: Stats) -> str:
 
 
 @contextmanager
-def _interrupts() -> Iterator[Event]:
+def interrupts() -> Iterator[Event]:
     """Record Ctrl-C, to stop after the present chunk; a second Ctrl-C ends the program as usual."""
     pressed = Event()
     if current_thread() is not main_thread():

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable
-from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lookfar.cli import options
-from lookfar.errors import LookfarError
-
-if TYPE_CHECKING:
-    from lookfar.drafters.registry import StrategySpec
-    from lookfar.engine.stats import Stats
-    from lookfar.lm import LM
-    from lookfar.streams import Chunk
+from lookfar.cli.conversation import Conversation
+from lookfar.cli.remote import Key
 
 System = Annotated[str | None, typer.Option(help="The system message.")]
 
 
+Url = Annotated[str | None, typer.Option(help="Talk with the model of a server, as in http://127.0.0.1:8000.")]
+
+
 def chat(
     model: options.Model = "demo",
+    url: Url = None,
+    key: Key = None,
     system: System = None,
     strategy: options.StrategyName = None,
     settings: options.Settings = None,
@@ -48,14 +43,25 @@ def chat(
     """Talk with MODEL. Ctrl-C stops an answer, /help shows the commands, Ctrl-D or /exit ends it."""
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     sampling = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
-    lm = options.load_model(model, options.ModelOptions(device, dtype, max_length, store, pack, compile, exact))
-    lm.chat_ids([{"role": "user", "content": "Hi"}])  # fails now if the model has no chat template
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  arrow keys and history while typing
+    if url is not None:
+        from lookfar.cli.remote import Server
+        from lookfar.cli.remote_chat import RemoteConversation
+
+        generation = {"max_tokens": max_new_tokens, "budget": rows, **sampling}
+        _converse(RemoteConversation(Server(url, key), system, generation, strategy))
+        return
+    lm = options.load_model(model, options.ModelOptions(device, dtype, max_length, store, pack, compile, exact))
+    lm.chat_ids([{"role": "user", "content": "Hi"}])  # fails now if the model has no chat template
     with contextlib.suppress(KeyboardInterrupt):  # the first answer is only slower without it
         lm.warmup(requests=1, length=4 * max_new_tokens, sampling=bool(sampling))
     lm.driver.captures_when_idle = True
-    talk = Conversation(lm, system, {"max_new_tokens": max_new_tokens, "budget": rows, **sampling}, chosen)
+    _converse(Conversation(lm, system, {"max_new_tokens": max_new_tokens, "budget": rows, **sampling}, chosen))
+
+
+def _converse(talk: Conversation) -> None:
+    """Answer what is typed until the end."""
     talk.out.print("[dim]/help shows the commands; Ctrl-C stops an answer, Ctrl-D ends the chat.[/]")
     while True:
         try:
@@ -70,117 +76,3 @@ def chat(
             return
         if line:
             talk.take(line)
-
-
-class Conversation:
-    """The messages so far, and the commands of the chat."""
-
-    def __init__(self, lm: LM, system: str | None, generation: dict[str, Any], strategy: StrategySpec) -> None:
-        self.lm = lm
-        self.out = Console(highlight=False)
-        self.first = [{"role": "system", "content": system}] if system else []
-        self.messages = list(self.first)
-        self.generation = generation
-        self.strategy = strategy
-        self.answers: list[tuple[Stats, float]] = []  # each with the seconds to its first token
-        self.known: tuple[list[int], str] = [], ""  # what the model has read and written, as tokens and as text
-        self.commands: dict[str, tuple[Callable[[str], None], str]] = {
-            "/speed": (self.speed, "the speed of every answer"),
-            "/strategy": (self.change_strategy, "NAME: draft in another way, e.g. none, suffix, auto"),
-            "/save": (self.save, "FILE: write the conversation as JSON"),
-            "/reset": (self.reset, "start a new conversation"),
-            "/help": (self.help, "this list"),
-        }
-
-    def take(self, line: str) -> None:
-        """Run a command or answer a message; a mistake is one sentence and the conversation goes on."""
-        name, _, rest = line.partition(" ")
-        try:
-            if name in self.commands:
-                self.commands[name][0](rest.strip())
-            elif name.startswith("/") and " " not in line:
-                options.say("Error", f"There is no {name}; /help shows the commands.", "red")
-            else:
-                self.answer(line)
-        except LookfarError as error:
-            options.say("Error", str(error), "red")
-
-    def answer(self, message: str) -> None:
-        from lookfar.cli.answers import show_answer, summary
-
-        asked = [*self.messages, {"role": "user", "content": message}]
-        rendered = self.lm.chat_text(asked)
-        prompt = self._ids(rendered)
-        emitted: list[int] = []
-        began, first = perf_counter(), 0.0
-        stream = self.lm.stream(prompt, strategy=self.strategy, reuse=True, **self._next_generation())
-
-        def collect(chunk: Chunk) -> None:
-            nonlocal first
-            first = first or perf_counter() - began
-            emitted.extend(chunk.token_ids)
-
-        text, last, stopped = show_answer(stream, self.out, collect)
-        if last is None:
-            return
-        assert self.lm.tokenizer is not None
-        self.messages = [*asked, {"role": "assistant", "content": text}]
-        self.known = prompt + emitted, rendered + str(self.lm.tokenizer.decode(emitted))
-        self.answers.append((last.stats, first))
-        ended = "stopped" if stopped else last.finish_reason
-        known = f"{last.stats.reused_tokens} of {last.stats.prompt_tokens} prompt tokens were cached"
-        line = f"{summary(last.stats)} ({ended}), first after {first:.2f} s, {known}"
-        self.out.print(f"[dim]{line}[/]", soft_wrap=True)
-
-    def _ids(self, rendered: str) -> list[int]:
-        """Return the conversation's tokens: those that were read and emitted so far, and the new ones.
-
-        Tokenized again, an answer may become other tokens than the model's own, and would have to be prefilled again.
-        """
-        ids, text = self.known
-        if text and rendered.startswith(text):
-            return ids + self.lm.template_ids(rendered[len(text) :])
-        return self.lm.template_ids(rendered)
-
-    def _next_generation(self) -> dict[str, Any]:
-        """Return the options of the next answer; each has a seed of its own, so that a conversation can be repeated."""
-        seed = self.generation.get("seed")
-        return self.generation | ({"seed": seed + len(self.answers)} if seed is not None else {})
-
-    def speed(self, _: str) -> None:
-        from lookfar.cli.answers import summary
-
-        for number, (stats, first) in enumerate(self.answers, start=1):
-            accepted = (f"{d.accepted} of {d.proposed} from {name}" for name, d in stats.drafters.items())
-            self.out.print(f"[bold]{number}[/] {summary(stats)}, first after {first:.2f} s", soft_wrap=True)
-            self.out.print(f"  [dim]accepted drafts: {', '.join(accepted) or 'no drafts'}[/]", soft_wrap=True)
-        if not self.answers:
-            self.out.print("[dim]No answer yet.[/]")
-
-    def change_strategy(self, name: str) -> None:
-        from lookfar.drafters.registry import name_of, parse_strategy
-
-        if name:
-            self.strategy = parse_strategy(name)
-        now = self.lm.strategy if self.strategy is None else parse_strategy(self.strategy)
-        self.out.print(f"[dim]strategy: {name_of(now)}[/]")
-
-    def save(self, name: str) -> None:
-        if not name:
-            options.say("Error", "Give a file, as in /save chat.json.", "red")
-            return
-        try:
-            Path(name).write_text(json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            options.say("Error", f"{name} cannot be written: {error.strerror}.", "red")
-            return
-        self.out.print(f"[dim]{len(self.messages)} messages in {name}[/]")
-
-    def reset(self, _: str) -> None:
-        self.messages, self.known = list(self.first), ([], "")
-        self.out.print("[dim]a new conversation[/]")
-
-    def help(self, _: str) -> None:
-        for name, (_do, what) in self.commands.items():
-            self.out.print(f"[bold]{name}[/] {what}")
-        self.out.print("[bold]/exit[/] or Ctrl-D ends the chat, Ctrl-C stops an answer")

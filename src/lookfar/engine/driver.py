@@ -11,6 +11,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Event, Thread, get_ident
 from typing import TypeVar
@@ -38,9 +39,12 @@ _drivers: WeakSet[Driver] = WeakSet()
 class Submission:
     """The outputs of the requests of one call, in the order in which they were made."""
 
-    def __init__(self, driver: Driver, requests: Mapping[int, Request], stream: bool) -> None:
+    def __init__(
+        self, driver: Driver, requests: Mapping[int, Request], stream: bool, notify: Callable[[], None] | None = None
+    ) -> None:
         self.requests = requests  # by index
         self.stream = stream  # whether every step is wanted, or finished requests only
+        self._notify = notify  # called in the driver's thread when there is an output for `take`
         self.handles: list[int] = []
         self.is_cancelled = False
         self._driver = driver
@@ -70,16 +74,32 @@ class Submission:
         if output is None or self.is_cancelled:
             self._queue.put(None)  # for other readers
             return None
-        if self._paused and self._queue.qsize() <= self._limit // 2:
-            self._paused = False
-            self._driver.post(self._resume)
-        self._unfinished -= output.is_last
+        self._received(output)
         if not self._unfinished:
             self._queue.put(None)  # for other readers
         if output.error is not None:
             self.cancel()
             raise output.error
         return output
+
+    def take(self) -> list[StepOutput]:
+        """Return the outputs that have come since the last call, without waiting; errors are among them.
+
+        For one reader that does not block, such as an event loop: `notify` says when there is something to take.
+        """
+        outputs: list[StepOutput] = []
+        with suppress(Empty):
+            while (output := self._queue.get_nowait()) is not None:
+                self._received(output)
+                outputs.append(output)
+        return [] if self.is_cancelled else outputs
+
+    def _received(self, output: StepOutput) -> None:
+        """Count an output that was read, and go on with paused requests when half of the queue is read."""
+        if self._paused and self._queue.qsize() <= self._limit // 2:
+            self._paused = False
+            self._driver.post(self._resume)
+        self._unfinished -= output.is_last
 
     def results(self, on_step: Callable[[StepOutput], None] | None = None) -> dict[int, RequestResult]:
         """Wait for all requests and return their results by index; `on_step` gets every output."""
@@ -114,6 +134,8 @@ class Submission:
                         self._driver.engine.pause(handle)
                 except Exception:  # no memory for a copy of its KV: decode on, and try again with the next output
                     self._paused = False
+        if self._notify is not None:
+            self._notify()
 
     def _resume(self) -> None:
         for handle in reversed(self.handles):  # each goes to the front of the queue
@@ -139,14 +161,19 @@ class Driver:
         """Whether the caller runs in the driver's thread, as logits processors do; it must not wait there."""
         return self._thread is not None and self._thread.ident == get_ident()
 
-    def submit(self, requests: Mapping[int, Request], stream: bool = False) -> Submission:
-        """Submit the requests of one call, by index. Raises an error if one of them cannot be decoded."""
+    def submit(
+        self, requests: Mapping[int, Request], stream: bool = False, notify: Callable[[], None] | None = None
+    ) -> Submission:
+        """Submit the requests of one call, by index. Raises an error if one of them cannot be decoded.
+
+        `notify` is called in the driver's thread for every output; it must not block or fail.
+        """
         for request in requests.values():
             self.engine.check(request)
         for request in requests.values():
             if request.sampling.random is not None:
                 request.sampling.random.noise.start()
-        submission = Submission(self, requests, stream)
+        submission = Submission(self, requests, stream, notify)
         self.post(lambda: self._add(submission))
         return submission
 

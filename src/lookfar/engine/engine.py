@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from lookfar.engine.costs import known_costs, save_refined_costs
+from lookfar.engine.counts import EngineCounts
 from lookfar.engine.first_pass import FirstPassStep
 from lookfar.engine.limits import check_request
 from lookfar.engine.outputs import StepOutput
@@ -16,6 +17,7 @@ from lookfar.engine.request import Request, RequestState
 from lookfar.engine.scheduler import Scheduler
 from lookfar.engine.verify import verify
 from lookfar.errors import ConfigError, ModelError
+from lookfar.kvcache.prefix_cache import PrefixCache
 from lookfar.models.weight_changes import ModelChange
 from lookfar.runners.base import ModelRunner
 from lookfar.speculation.cost_curve import CostCurve
@@ -55,6 +57,7 @@ class Engine:
         self.cache = runner.create_cache()
         self.scheduler = Scheduler(self.cache, self.config.max_batch, self.config.prefill_chunk)
         self.speculator = Speculator(costs)
+        self.counts = EngineCounts()
         self.is_rehearsed = False  # whether a warm-up has decoded something with the model as it is
         self._handles = count()
 
@@ -83,6 +86,7 @@ class Engine:
             result = pending.result()
             walks = verify(batch.requests, plan, result)
             self.speculator.observe(walks, result)
+            self.counts.add(plan, walks)
             return self.scheduler.commit(batch, plan, walks, result)
         except BaseException as error:
             return self.scheduler.recover(batch, error, retry=isinstance(error, Exception))
@@ -131,12 +135,23 @@ class Engine:
         """
         change = self.runner.refresh(everything)
         self.is_rehearsed = self.is_rehearsed and change is ModelChange.NONE
+        if change is not ModelChange.NONE:
+            self._forget_prefixes()
         if change is ModelChange.WEIGHTS:
             self.cache.forget()
         elif change is ModelChange.SHAPE:
             self.scheduler.end_all(ModelError(RESHAPED))
             self.cache.clear()
             self.speculator.costs = None
+
+    def share_prefixes(self, max_bytes: int) -> None:
+        """Keep the KV of past texts, up to `max_bytes`, for requests with `reuse` whose prompts begin like them."""
+        if self.cache.shares_prefixes and max_bytes:
+            self.scheduler.reuse.prefixes = PrefixCache(max_bytes)
+
+    def _forget_prefixes(self) -> None:
+        if self.scheduler.reuse.prefixes is not None:
+            self.scheduler.reuse.prefixes.clear()
 
     def cancel(self, handle: int) -> None:
         """Drop a request; nothing happens if it has ended."""

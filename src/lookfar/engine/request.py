@@ -44,6 +44,7 @@ class KVOptions:
     past: Cache | None = None  # a transformers cache that holds the beginning of the prompt
     first: FirstPass | None = None  # the pass that computes the KV of the prompt
     reuse: bool = False  # start from what an earlier request left in the KV cache
+    namespace: str = ""  # whose prefixes it shares, where there is a prefix cache
     export: bool = False  # return the KV at the end
 
 

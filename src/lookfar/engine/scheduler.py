@@ -10,6 +10,7 @@ from lookfar.core.plan import RunnerLimits, StepPlan
 from lookfar.engine.batch import StepBatch
 from lookfar.engine.last_output import last_output, own_error, result_of
 from lookfar.engine.outputs import StepOutput
+from lookfar.engine.prefix_reuse import PrefixReuse
 from lookfar.engine.request import RequestState
 from lookfar.engine.verify import Walk
 from lookfar.errors import CapacityError
@@ -28,6 +29,7 @@ class Scheduler:
         self.max_batch = max_batch
         self.prefill_chunk = prefill_chunk
         self.waiting: deque[RequestState] = deque()
+        self.reuse = PrefixReuse(cache)
         self.retrying: deque[RequestState] = deque()  # of a step that failed: they run one at a time
         self.running: dict[int, RequestState] = {}  # by handle in the KV cache
         self.paused: dict[int, RequestState] = {}  # by handle of the request
@@ -107,12 +109,16 @@ class Scheduler:
                 if self.retrying:
                     self._start(self.retrying.popleft())
             return
-        if len(self.running) < self.max_batch:
-            self._make_room(self.waiting)
-        while self.waiting and len(self.running) < self.max_batch:
-            if not self.cache.has_room(self.waiting[0].reserved_positions):
+        if len(self.running) >= self.max_batch:
+            return
+        self._make_room(self.waiting)
+        for state in list(self.waiting):
+            if self.reuse.comes_soon(state, self.running.values()):
+                continue
+            if len(self.running) >= self.max_batch or not self.cache.has_room(state.reserved_positions):
                 return
-            self._start(self.waiting.popleft())
+            self.waiting.remove(state)
+            self._start(state)
 
     def _make_room(self, queue: deque[RequestState]) -> None:
         """Reserve KV cache for all requests of a queue, or for its first one; end that one if it cannot fit."""
@@ -154,8 +160,7 @@ class Scheduler:
                 self.running[state.kv] = state
                 state.num_cached = self.cache.import_kv(state.kv, kv)
             else:
-                reuse = request.kv.reuse and request.kv.first is None  # the tokens of an image do not say which
-                state.kv, state.num_cached = self.cache.allocate(request.prompt if reuse else ())
+                self.reuse.allocate(state)
                 self.running[state.kv] = state
         except BaseException as error:
             state.fail(error)
@@ -222,6 +227,8 @@ class Scheduler:
                     state.stats.rows += length - pending + 1
                     state.stats.replayed_rows += (pending - 1) * state.replays
                 state.num_cached = self.cache.commit(state.kv, pending, accepted)
+                if walk is not None and state.stats.steps == 1:  # requests that come meanwhile begin like it, perhaps
+                    self.reuse.keep(state)
                 state.replays = state.replays or walk is not None
         for state in reversed([state for state in batch.requests if state.is_finished]):
             if state.request.kv.export and state.error is None:
@@ -318,9 +325,7 @@ class Scheduler:
 
     def _release(self, state: RequestState) -> None:
         """Free the KV of a request; later requests may start from it if its tokens are known."""
-        kv = state.request.kv
-        known = kv.embeds is None and kv.past is None and kv.first is None and state.error is None
-        self.cache.free(state.kv, state.ids[: state.num_cached] if known else ())
+        self.reuse.free(state)
         del self.running[state.kv]
         state.kv = -1
 

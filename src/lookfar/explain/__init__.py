@@ -59,12 +59,14 @@ def explain(
         max_new_tokens=max_new_tokens,
         strategy=strategy,
         budget=budget,
-        on_step=lambda output: steps.append(_explain_step(lm, output)),
+        on_step=lambda output: steps.append(explain_step(lm, output)),
     )
     return Explanation(name_of(lm.strategy if strategy is None else parse_strategy(strategy)), steps)
 
 
-def _explain_step(lm: LM, output: StepOutput) -> Step:
+def explain_step(lm: LM, output: StepOutput) -> Step:
+    """Return one step with its draft tree, in texts."""
+
     def text_of(token: int) -> str:
         return str(lm.tokenizer.decode([token])) if lm.tokenizer is not None else str(token)
 

@@ -38,6 +38,8 @@ class KVCache(ABC):
     state keeps all rows of a step or none.
     """
 
+    shares_prefixes = False  # whether the KV of any positions can be exported, and imported for another request
+
     @property
     @abstractmethod
     def order(self) -> Seq[KVHandle]:

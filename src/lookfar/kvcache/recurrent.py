@@ -106,6 +106,8 @@ class RecurrentBuffers(SlotBuffers):
 class RecurrentKVCache(SlotKVCache):
     """Slots with recurrent states: a step is kept as a whole or not at all."""
 
+    shares_prefixes = False  # a state belongs to one length of its text
+
     def __init__(self, config: PreTrainedConfig, reuse: bool = True) -> None:
         super().__init__()
         self._reuse = reuse  # whether a state after an answer is that after the same tokens in a prompt

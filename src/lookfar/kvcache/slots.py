@@ -33,6 +33,8 @@ def exact_size(slots: int, length: int, most: int) -> tuple[int, int]:
 class SlotKVCache(KVCache):
     """Slots for a number of requests of up to a number of positions each."""
 
+    shares_prefixes = True
+
     def __init__(self, slots: int = 0, capacity: int = 0, sizing: Sizing = exact_size) -> None:
         self.buffers = SlotBuffers(slots, capacity)
         self.copy_slot: Callable[[int, int, int], None] | None = None  # a faster way to copy a slot, if there is one

@@ -45,6 +45,7 @@ from lookfar.speculation.evidence import (
 OWNER, PARENT, TOKEN, DEPTH, TOP_SOURCE, NUM_SOURCES, FIRST, COUNT, LOW, HIGH = range(10)
 COLUMNS = 10
 BEFORE, LAST, MAX_DEPTH, PLACE = range(4)  # columns about a root
+SMALLEST = np.float32(1e-30)  # a score of drafts that are never accepted becomes 0
 SAFE_SHARE = 0.2  # of the least acceptance probability: a prediction that had so little before is no candidate
 
 
@@ -238,7 +239,8 @@ def sort_by_owner(work, owners, batch):  # type: ignore[no-untyped-def]
 def expand(work, node, used, sources, weights, limits):  # type: ignore[no-untyped-def]
     """Add the children of a node as nodes `used …`, with their scores; returns their number."""
     drafts, roots, noise, table = sources
-    vocab_size, min_share = limits.vocab_size, np.float32(limits.min_score * SAFE_SHARE) / work.values[node]
+    value = max(work.values[node], SMALLEST)
+    vocab_size, min_share = limits.vocab_size, np.float32(limits.min_score * SAFE_SHARE) / value
     nodes, scores, values, children = work.nodes, work.scores, work.values, work.children
     child_table, log_odds = children.child_table, children.log_odds
     b, parent, last, depth = nodes[node, OWNER], nodes[node, PARENT], nodes[node, TOKEN], nodes[node, DEPTH]

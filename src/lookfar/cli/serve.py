@@ -1,0 +1,144 @@
+"""`lookfar serve`: an OpenAI-compatible server with a page to look at."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lookfar.cli import options
+from lookfar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lookfar.drafters.base import Strategy
+    from lookfar.lm import LM
+    from lookfar.speculation.row_budget import Budget
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class LogFormat(str, Enum):
+    text = "text"
+    json = "json"
+
+
+ModelArgument = Annotated[str, typer.Argument(help="demo, a directory of a saved model, or a hub name.")]
+Host = Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 for any free one.")]
+Name = Annotated[str | None, typer.Option("--name", help="The name of the model in the API; by default MODEL.")]
+MaxBatch = Annotated[int, typer.Option(help="Answers that are decoded at once.")]
+PrefillChunk = Annotated[
+    int | None, typer.Option(help="Prompt tokens of one step, by default 128 on a CPU and 512 on a GPU.")
+]
+StoreFile = Annotated[
+    Path | None,
+    typer.Option("--store", help="Keep past answers to draft from in this file: read at the start, saved regularly."),
+]
+SaveSeconds = Annotated[float, typer.Option(help="Seconds between two saves of the store.")]
+Remember = Annotated[bool, typer.Option("--remember/--no-remember", help="Draft from past answers.")]
+Keys = Annotated[
+    Path | None,
+    typer.Option("--keys", help="A file of API keys, a line for each: NAME KEY. LOOKFAR_API_KEYS may hold some, too."),
+]
+PrefixMemory = Annotated[
+    float, typer.Option(help="GiB for the KV of past texts, so that prompts that begin alike are read once; 0: off.")
+]
+MaxQueue = Annotated[int, typer.Option(help="Answers that may wait for a place; then 429.")]
+Timeout = Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")]
+Drain = Annotated[float, typer.Option(help="Seconds that running requests get when the server is stopped.")]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(help="A host name that clients may use. On localhost only its own names, by default."),
+]
+Cors = Annotated[list[str] | None, typer.Option("--cors", help="An origin whose pages may use the API. Repeatable.")]
+Logs = Annotated[LogFormat, typer.Option("--log", help="How to write the log.")]
+Warm = Annotated[bool, typer.Option("--warmup/--no-warmup", help="Measure, compile and capture before serving.")]
+
+
+def serve(
+    model: ModelArgument = "demo",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    name: Name = None,
+    strategy: options.StrategyName = None,
+    settings: options.Settings = None,
+    budget: options.Budget = None,
+    store: StoreFile = None,
+    save_seconds: SaveSeconds = 60.0,
+    remember: Remember = True,
+    keys: Keys = None,
+    max_batch: MaxBatch = 8,
+    max_length: options.MaxLength = None,
+    prefill_chunk: PrefillChunk = None,
+    prefix_memory: PrefixMemory = 1.0,
+    max_queue: MaxQueue = 256,
+    timeout: Timeout = 600.0,
+    drain: Drain = 30.0,
+    allowed_host: AllowedHost = None,
+    cors: Cors = None,
+    log: Logs = LogFormat.text,
+    warmup: Warm = True,
+    pack: options.Pack = None,
+    compile: options.Compile = False,
+    exact: options.Exact = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+) -> None:
+    """Serve MODEL with an API like OpenAI's, and a page at /. Ctrl-C or SIGTERM finishes running requests and stops."""
+    _check_installed()
+    from lookfar.server.config import ServerConfig
+    from lookfar.server.keys import load_keys
+    from lookfar.server.logs import set_up_logs
+    from lookfar.server.serving import serve_forever
+
+    known = load_keys(keys)
+    hosts = allowed_host or (LOOPBACK if host in LOOPBACK and not known.required else ())
+    config = ServerConfig(
+        model_name=name or model,
+        max_queue=max_queue,
+        request_timeout=timeout,
+        prefix_bytes=int(prefix_memory * (1 << 30)),
+        drain_seconds=drain,
+        store=store,
+        save_seconds=save_seconds,
+        allowed_hosts=tuple(one.lower() for one in hosts),
+        cors_origins=tuple(cors or ()),
+    )
+    set_up_logs(log.value)
+    chosen = options.strategies(strategy, settings), options.rows(budget)
+    lm = _load(
+        model, options.ModelOptions(device, dtype, max_length, None, pack, compile, exact), max_batch, prefill_chunk
+    )
+    _speculate(lm, *chosen)
+    lm.remember = remember
+    if warmup:
+        lm.warmup(sampling=True)
+    serve_forever(lm, config, known, (host, port))
+
+
+def _check_installed() -> None:
+    try:
+        import lookfar.server.app  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"The server needs {error.name}: pip install 'lookfar[serve]'.") from None
+
+
+def _load(model: str, given: options.ModelOptions, max_batch: int, prefill_chunk: int | None) -> LM:
+    import torch
+    from transformers import logging
+
+    from lookfar.loading import load
+
+    logging.set_verbosity_error()
+    on_cpu = (given.device or "").startswith("cpu") or not torch.cuda.is_available()
+    return load(model, max_batch=max_batch, prefill_chunk=prefill_chunk or (128 if on_cpu else 512), **vars(given))
+
+
+def _speculate(lm: LM, strategies: tuple[Strategy, ...] | None, budget: Budget) -> None:
+    """Use what was asked for; otherwise what `load` has chosen stays."""
+    if strategies is not None:
+        lm.strategy, lm.budget = strategies, budget
+    elif budget is not None:
+        lm.budget = budget

@@ -1,0 +1,154 @@
+"""The prefix cache: the KV of past texts, for requests whose prompts begin like them.
+
+A radix tree over token ids, as in SGLang: a node holds some tokens and a copy of their KV, and its children continue
+it. Texts that begin alike share the nodes of their beginning. Within a bound of memory; beyond it the ends of the texts
+that were not used for the longest time go first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence as Seq
+
+import torch
+
+from lookfar.core.ids import common_prefix
+from lookfar.kvcache.base import KVState
+
+MIN_TOKENS = 16  # a shorter prefix is faster to compute again
+Export = Callable[[int, int], KVState]  # (start, end) → a copy of the KV of these positions of a text
+
+
+class _Node:
+    """Some tokens behind those of the parent, and their KV."""
+
+    def __init__(self, parent: _Node | None, tokens: Seq[int], kv: KVState) -> None:
+        self.parent = parent
+        self.tokens = list(tokens)
+        self.kv = kv
+        self.nbytes = _nbytes(kv)
+        self.children: dict[int, _Node] = {}  # by first token
+
+    def path(self) -> Iterator[_Node]:
+        """Yield the node and all before it, the root excepted."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class PrefixCache:
+    """The KV of past texts, at most `max_bytes`. Texts of different namespaces do not know of each other."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.nbytes = 0
+        self.evictions = 0  # nodes that were dropped for others
+        self._roots: dict[str, _Node] = {}  # by namespace
+        # Least recently used first. A path is touched from its end to its beginning, so the first node has no children.
+        self._nodes: OrderedDict[_Node, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(len(node.tokens) for node in self._nodes)
+
+    def match(self, namespace: str, tokens: Seq[int]) -> int:
+        """Return the length of the longest known beginning of a text."""
+        return self._match(namespace, tokens)[1]
+
+    def find(self, namespace: str, tokens: Seq[int]) -> KVState | None:
+        """Return the KV of the longest known beginning of a text; None if it is too short to matter."""
+        last, length, in_last = self._match(namespace, tokens)
+        if length < MIN_TOKENS:
+            return None
+        self._touch(last)
+        nodes = list(last.path())[::-1]
+        parts = [node.kv for node in nodes[:-1]] + [_sliced(nodes[-1].kv, 0, in_last)]
+        return _joined(parts, length)
+
+    def add(self, namespace: str, tokens: Seq[int], export: Export) -> None:
+        """Keep the KV of a text; only what is not known yet is exported."""
+        last, length, in_last = self._match(namespace, tokens)
+        self._touch(last)
+        if len(tokens) - length < 1 or len(tokens) < MIN_TOKENS:
+            return
+        kv = export(length, len(tokens))
+        if _nbytes(kv) > self.max_bytes:
+            return
+        if last.parent is not None and in_last < len(last.tokens):
+            last = self._split(last, in_last)
+        node = _Node(last, tokens[length:], kv)
+        last.children[tokens[length]] = node
+        self.nbytes += node.nbytes
+        self._touch(node)
+        self._evict()
+
+    def clear(self) -> None:
+        """Forget everything: the weights have changed, for example."""
+        self._roots.clear()
+        self._nodes.clear()
+        self.nbytes = 0
+
+    def _match(self, namespace: str, tokens: Seq[int]) -> tuple[_Node, int, int]:
+        """Return the last node of the longest match, the length of the match, and how many tokens of the node match."""
+        node = self._roots.setdefault(namespace, _Node(None, (), KVState([], 0)))
+        length = in_last = 0
+        while length < len(tokens) and in_last == len(node.tokens):
+            child = node.children.get(tokens[length])
+            if child is None:
+                break
+            node, in_last = child, common_prefix(child.tokens, tokens[length : length + len(child.tokens)])
+            length += in_last
+        return node, length, in_last
+
+    def _split(self, node: _Node, at: int) -> _Node:
+        """Cut a node in two and return the first part. Both get copies, so that each can be dropped alone."""
+        assert node.parent is not None
+        first = _Node(node.parent, node.tokens[:at], _sliced(node.kv, 0, at, copy=True))
+        rest = _Node(first, node.tokens[at:], _sliced(node.kv, at, len(node.tokens), copy=True))
+        rest.children = node.children
+        for child in rest.children.values():
+            child.parent = rest
+        first.children[rest.tokens[0]] = rest
+        node.parent.children[first.tokens[0]] = first
+        del self._nodes[node]
+        self._nodes[rest] = self._nodes[first] = None
+        for old in list(first.path())[1:]:
+            self._nodes.move_to_end(old)
+        return first
+
+    def _touch(self, node: _Node) -> None:
+        for used in node.path():
+            self._nodes[used] = None
+            self._nodes.move_to_end(used)
+
+    def _evict(self) -> None:
+        while self.nbytes > self.max_bytes:
+            node, _ = self._nodes.popitem(last=False)
+            assert node.parent is not None
+            assert not node.children
+            del node.parent.children[node.tokens[0]]
+            self.nbytes -= node.nbytes
+            self.evictions += 1
+
+
+def _nbytes(kv: KVState) -> int:
+    return sum(part.nbytes for layer in kv.layers if layer is not None for part in layer)
+
+
+def _sliced(kv: KVState, start: int, end: int, copy: bool = False) -> KVState:
+    def part(states: torch.Tensor) -> torch.Tensor:
+        sliced = states[:, :, start:end]
+        return sliced.clone() if copy else sliced
+
+    return KVState([None if one is None else tuple(map(part, one)) for one in kv.layers], end - start)
+
+
+def _joined(parts: list[KVState], length: int) -> KVState:
+    if len(parts) == 1:
+        return parts[0]
+    layers: list[tuple[torch.Tensor, ...] | None] = []
+    for of_layer in zip(*(part.layers for part in parts), strict=True):
+        known = [one for one in of_layer if one is not None]
+        joined = tuple(torch.cat(same, 2) for same in zip(*known, strict=True))  # keys, values, …
+        layers.append(joined or None)
+    return KVState(layers, length)

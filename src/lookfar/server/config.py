@@ -1,0 +1,50 @@
+"""The settings of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lookfar.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for. A request beyond a limit is refused before anything is decoded."""
+
+    body_bytes: int = 4 << 20
+    prompts: int = 32  # in one request for completions
+    n: int = 16  # answers to one prompt
+    answers: int = 64  # of one request
+    body_seconds: float = 30.0  # between two parts of a body
+    stops: int = 16  # stop strings
+    stop_length: int = 256  # characters of one
+    logprobs: int = 20  # alternatives of one token
+    logit_biases: int = 1024
+    schema_bytes: int = 64 << 10  # of a JSON schema, a grammar or all tools
+    regex_length: int = 1024
+    regex_repeats: int = 4096  # what its counted repetitions multiply to
+    budget: int = 128  # rows a step
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The settings of a server, beside those of its LM."""
+
+    model_name: str = "demo"
+    max_queue: int = 256  # answers that may wait for a place; beyond that: 429
+    request_timeout: float = 600.0  # seconds, waiting included
+    prefix_bytes: int = 1 << 30  # of the KV of past texts, for prompts that begin like them; 0: none is kept
+    drain_seconds: float = 30.0  # for running requests when the server is stopped
+    store: Path | None = None  # the draft store: read at the start, saved at intervals and at the end
+    save_seconds: float = 60.0
+    keys_file: Path | None = None
+    allowed_hosts: tuple[str, ...] = ()  # values of the Host header; empty: any
+    cors_origins: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        for name in ("max_queue", "request_timeout", "drain_seconds", "save_seconds"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(f"{name} must be above 0, not {value}.")
