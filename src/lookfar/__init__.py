@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lookfar.drafters.draft_model import DraftModel
     from lookfar.drafters.jacobi import Jacobi
     from lookfar.drafters.lookahead import Lookahead
+    from lookfar.drafters.mtp import Mtp
     from lookfar.drafters.prompt_lookup import PromptLookup
     from lookfar.drafters.recycle import Recycle
     from lookfar.drafters.registry import register
@@ -51,6 +52,7 @@ _MODULES = {
     "drafters.draft_model": ("DraftModel",),
     "drafters.jacobi": ("Jacobi",),
     "drafters.lookahead": ("Lookahead",),
+    "drafters.mtp": ("Mtp",),
     "drafters.prompt_lookup": ("PromptLookup",),
     "drafters.recycle": ("Recycle",),
     "drafters.suffix": ("Suffix",),
@@ -85,6 +87,7 @@ __all__ = [
     "LookfarError",
     "LookfarWarning",
     "ModelError",
+    "Mtp",
     "Outcome",
     "Predictions",
     "PromptLookup",
