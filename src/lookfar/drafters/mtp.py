@@ -19,6 +19,7 @@ from lookfar.models.mtp_heads import MtpHeads, check_heads
 CHUNK = 256  # hidden states of a prompt that are kept until the layers take them
 # The initial weights of the acceptance model give a match score s log-odds of about -1.7 + 0.35 s.
 NO_SCORE, SCORE_STEP = -1.7, 0.35
+MIN_CHANCE = 1e-6
 LEARNING_RATE = 0.05  # of a step that drafted, for what drafting is worth
 RECOVERY_RATE = 0.0002  # of a step that did not: it is tried again after a while
 
@@ -167,7 +168,7 @@ class DraftingValue:
     """What drafting with the layers is worth, learned from all requests of a model.
 
     A token that nobody else drafted saves the time of a token; drafting costs the time that it takes. Both are averages
-    over steps, and what is gained starts high, so that it is tried.
+    over steps that draft. They start with hope, and go back to it while nothing is drafted, so that it is tried again.
     """
 
     def __init__(self, length: int) -> None:
@@ -190,11 +191,9 @@ class DraftingValue:
         self.seconds += now - self.seen - spent
         self.tokens += emitted
         self.seconds, self.tokens = (1 - LEARNING_RATE) * self.seconds, (1 - LEARNING_RATE) * self.tokens
-        if gained is None:
-            self.gained += RECOVERY_RATE * (self.most - self.gained)
-            return
-        self.gained += LEARNING_RATE * (gained - self.gained)
-        self.spent += LEARNING_RATE * (spent - self.spent) if self.spent else spent
+        rate = LEARNING_RATE if gained is not None else RECOVERY_RATE
+        self.gained += rate * ((gained if gained is not None else self.most) - self.gained)
+        self.spent += rate * ((spent if gained is not None else 0.0) - self.spent)
 
 
 def as_proposal(drafted: Seq[tuple[Seq[int], Seq[float]]]) -> Proposal:
@@ -213,11 +212,11 @@ def as_proposal(drafted: Seq[tuple[Seq[int], Seq[float]]]) -> Proposal:
         likely *= probabilities[0]
     proposal = Proposal.of(paths)
     proposal.scores = np.array([score_of(chance) for chance in chances], np.int32)
-    proposal.weights = np.array(chances, np.float32)
+    proposal.weights = np.maximum(chances, MIN_CHANCE).astype(np.float32)
     return proposal
 
 
 def score_of(chance: float) -> int:
     """Return the match score of a probability."""
-    chance = min(max(chance, 1e-6), 1 - 1e-6)
+    chance = min(max(chance, MIN_CHANCE), 1 - MIN_CHANCE)
     return min(max(round((log(chance / (1 - chance)) - NO_SCORE) / SCORE_STEP), 0), MAX_SCORE)

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, __version__
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from lookfar.errors import ConfigError, first_sentence
+from lookfar.models.quiet import quiet
 
 # Configs name the number of layers in different ways; Qwen3-Next's does not name it.
 NUMBERS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
@@ -34,7 +35,7 @@ class MtpHeads:
         from transformers.modeling_layers import MtpModel
 
         last = next(model.get_decoder().layers[-1].parameters())
-        with _complete(model.config):
+        with _complete(model.config), quiet():
             self.model: Any = MtpModel.from_pretrained(model, device_map={"": last.device})
         self.model.layers.eval()
         if self.model.dtype != model.dtype:  # it was changed after loading

@@ -35,7 +35,7 @@ class RequestSpeculation:
         self.state = state
         self.uses_window = any(strategy.uses_window for strategy in strategies)
         self.wants_predictions = any(drafter.wants_predictions for drafter in self.drafters)
-        self.hidden_drafters = [drafter for drafter in self.drafters if wants_hidden(drafter)]
+        self.hidden_drafters = [drafter for _, drafter, _ in self.other_drafters if wants_hidden(drafter)]
 
 
 class SpeculatedRequest(Protocol):
