@@ -7,7 +7,7 @@ from lookfar.version import __version__
 
 if TYPE_CHECKING:
     from lookfar import bench
-    from lookfar.drafters.base import DraftContext, Drafter, Outcome, Predictions, Proposal, Strategy
+    from lookfar.drafters.base import DraftContext, Drafter, HiddenRows, Outcome, Predictions, Proposal, Strategy
     from lookfar.drafters.draft_model import DraftModel
     from lookfar.drafters.jacobi import Jacobi
     from lookfar.drafters.lookahead import Lookahead
@@ -47,7 +47,7 @@ _MODULES = {
     "retrieval.draft_store": ("DraftStore",),
     "integrations.transformers.loop": ("accelerate", "generate", "restore"),
     "integrations.transformers.state": ("last_stats", "refresh"),
-    "drafters.base": ("DraftContext", "Drafter", "Outcome", "Predictions", "Proposal", "Strategy"),
+    "drafters.base": ("DraftContext", "Drafter", "HiddenRows", "Outcome", "Predictions", "Proposal", "Strategy"),
     "drafters.registry": ("register",),
     "drafters.draft_model": ("DraftModel",),
     "drafters.jacobi": ("Jacobi",),
@@ -82,6 +82,7 @@ __all__ = [
     "DraftModel",
     "DraftStore",
     "Drafter",
+    "HiddenRows",
     "Jacobi",
     "Lookahead",
     "LookfarError",

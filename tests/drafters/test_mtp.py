@@ -309,7 +309,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     return now  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("gained", "spent", "pays"), [(2, 0.5, True), (0, 0.5, False), (1, 3.0, False), (1, 0.1, True)])
+@pytest.mark.parametrize(
+    ("gained", "spent", "pays"), [(2, 0.5, True), (0, 0.5, False), (1, 3.0, False), (1, 0.1, True)]
+)
 def test_layers_draft_while_it_pays(clock: list[float], gained: int, spent: float, pays: bool) -> None:
     """A step takes a second beside drafting, and emits one token more than the layers gain."""
     value, drafting = DraftingValue(LENGTH), []

@@ -88,7 +88,7 @@ def why_no_heads(model: PreTrainedModel) -> str:
         from transformers.modeling_layers import MtpModel
     except ImportError:
         return f"since transformers {__version__} cannot load them (5.22 can)"
-    if not _number(model.config):
+    if not num_mtp_layers(model.config):
         return f"since {model.config.model_type} has none"
     try:
         patterns: re.Pattern[str] = MtpModel.get_mtp_weights_regex(model)
@@ -115,7 +115,7 @@ def load_heads(model: PreTrainedModel) -> MtpHeads:
         raise ConfigError(f"mtp: the model's prediction layers cannot be loaded ({reason}): {OTHERS}.") from error
 
 
-def _number(config: PreTrainedConfig) -> int:
+def num_mtp_layers(config: PreTrainedConfig) -> int:
     """Return the number of layers that a config names."""
     text = config.get_text_config(decoder=True)
     named = (getattr(text, name, None) for name in NUMBERS)
@@ -128,7 +128,7 @@ def _complete(config: PreTrainedConfig) -> Iterator[None]:
 
     The layers of all hybrids that are published have full attention, and experts where the last layer has them.
     """
-    text, number = config.get_text_config(decoder=True), _number(config)
+    text, number = config.get_text_config(decoder=True), num_mtp_layers(config)
     missing: dict[str, Any] = {"num_mtp_layers": number}
     if getattr(text, "layer_types", None) is not None:
         missing["mtp_layer_types"] = ["full_attention"] * number
