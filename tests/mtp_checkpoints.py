@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, modeling_layers
 
-from families import DEVICE, tiny_model
+from families import DEVICE, MIXED, tiny_model
 
 needs_mtp = pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="transformers before 5.22")
 # Family → the number of prediction layers, and how they are stored: behind the model's own layers, as DeepSeek and GLM
@@ -57,13 +57,15 @@ def load_saved(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedMo
 def save_with_heads(family: str, folder: Path, patch: pytest.MonkeyPatch) -> Weights:
     """Save a random model with random prediction layers; returns the weights of those."""
     number, layout = LAYOUTS[family]
-    main = tiny_model(family)
+    main = tiny_model(family, **MIXED if family == "mellum" else {})
     config = main.config
     before = dict(vars(config))
     config.num_mtp_layers = number
     for name in ("layer_types", "mlp_layer_types"):
         if getattr(config, name, None) is not None and getattr(config, f"mtp_{name}", None) is None:
             setattr(config, f"mtp_{name}", [getattr(config, name)[-1]] * number)
+    if family == "mellum":
+        config.mtp_layer_types = ["sliding_attention"]
     torch.manual_seed(1)
     heads = modeling_layers.MtpModel(main, number).to(torch.float64)
     with torch.no_grad():

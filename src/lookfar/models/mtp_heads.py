@@ -60,6 +60,15 @@ class MtpHeads:
         """Use the present embeddings and head of the model."""
         self.model.tie_with_main_model(model)
 
+    def try_out(self) -> None:
+        """Run all layers on a few tokens; raises what they raise."""
+        first = self.model.layers[0].eh_proj.weight
+        states, cache = first.new_zeros(2, first.shape[0]), self.new_cache()
+        for layer in range(len(self)):
+            states = self.states(layer, states, [0, 0], layer + 1, cache)
+            cache.layers[layer].crop(-1)
+        self.predict(states[-1], 1)
+
     def states(self, layer: int, states: torch.Tensor, tokens: Seq[int], position: int, cache: Any) -> torch.Tensor:
         """Run a layer on states and tokens, of which the first token stands at `position`; returns [tokens, hidden]."""
         embeddings = self.model.embed_tokens
@@ -109,10 +118,12 @@ def load_heads(model: PreTrainedModel) -> MtpHeads:
     """Load the layers of a model's checkpoint; a `ConfigError` if that is impossible."""
     check_heads(model)
     try:
-        return MtpHeads(model)
+        heads = MtpHeads(model)
+        heads.try_out()
     except Exception as error:  # weights that are missing, quantized or of another structure
         reason = first_sentence(error)[:200]
-        raise ConfigError(f"mtp: the model's prediction layers cannot be loaded ({reason}): {OTHERS}.") from error
+        raise ConfigError(f"mtp: the model's prediction layers cannot be used ({reason}): {OTHERS}.") from error
+    return heads
 
 
 def num_mtp_layers(config: PreTrainedConfig) -> int:
