@@ -174,7 +174,7 @@ def test_prompts_in_chunks_captured_steps_and_reused_texts(with_heads: Any, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "bailing_hybrid"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "bailing_hybrid"])
 def test_a_step_that_fails_is_repeated_without_harm(
     family: str, with_heads: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +257,16 @@ def test_every_right_draft_is_accepted(family: str, with_heads: Any, monkeypatch
         assert [one.token_ids for one in done] == expected
         assert all(one.stats.tokens_per_step > 1.6 for one in done)
     assert [one.stats.step_sizes for one in single] == [sizes_of_steps(prompt, 2 * NEW) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "inkling_text"])
+def test_short_prompts(family: str, with_heads: Any) -> None:
+    model = with_heads(family)
+    lm = LM(model)
+    for prompt in ([5], [5, 6], [7, 8, 9]):
+        done = lm.generate(prompt, max_new_tokens=8, strategy="mtp")
+        assert done.token_ids == reference(model, prompt, 8)
+        assert done.stats.drafters["mtp"].proposed
 
 
 @pytest.mark.slow

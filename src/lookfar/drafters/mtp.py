@@ -28,8 +28,8 @@ RECOVERY_RATE = 0.0002  # of a step that did not: it is tried again after a whil
 class Mtp(Strategy):
     """The checkpoint's own prediction layers draft `length` tokens, and `branches` alternatives for each of them.
 
-    Each layer drafts one token, and the last one goes on from its own states. With `if_pays` they only draft
-    while the tokens that nobody else drafts are worth their time, and not at all if there are none.
+    Each layer drafts one token, and the last one goes on from its own states. With `if_pays` they only draft while the
+    tokens that nobody else drafts are worth the time, and a checkpoint without layers is no error.
     """
 
     name: ClassVar[str] = "mtp"
@@ -41,7 +41,7 @@ class Mtp(Strategy):
         self._check_at_least(length=1, branches=1)
 
     def check(self, model: BoundModel) -> None:
-        if not self.if_pays:
+        if not self.if_pays and not model.has_heads:
             check_heads(model.model)
 
     def create(self, context: DraftContext) -> list[Drafter]:
@@ -78,6 +78,7 @@ class MtpDrafter:
         self.num_layers = min(len(heads), settings.length)
         self.start = 0  # the position of the first state that is kept
         self.kept: torch.Tensor | None = None  # [states, hidden]
+        self.latest: tuple[int, Proposal] = -1, Proposal()  # the last drafts, and the length of the text before them
         self.spent = 0.0  # seconds of the present step
         self.drafted = False  # in the present step
         self.observed: float | None = None  # when the last step ended
@@ -88,6 +89,8 @@ class MtpDrafter:
         return self.start + (len(self.kept) if self.kept is not None else 0)
 
     def propose(self, ids: Seq[int], limit: int) -> Proposal:
+        if self.latest[0] == len(ids):  # the step failed, and is tried again
+            return self.latest[1]
         # The last token has no state yet: its embedding goes with the state of the token before it.
         if self.kept is None or self.end != len(ids) - 1 or (self.settings.if_pays and not self.value.pays):
             return Proposal()
@@ -95,7 +98,8 @@ class MtpDrafter:
         drafted = self._draft(ids, min(limit, self.settings.length))
         self.drafted = True
         self.spent += perf_counter() - started
-        return as_proposal(drafted)
+        self.latest = len(ids), as_proposal(drafted)
+        return self.latest[1]
 
     def observe(self, ids: Seq[int], outcome: Outcome) -> None:
         if outcome.hidden is not None and not outcome.finished:
@@ -132,7 +136,7 @@ class MtpDrafter:
             layer = min(depth, used - 1)
             if depth > layer:  # the last layer goes on from its own state
                 states, position, tokens = states[-1:], position + len(tokens) - 1, tokens[-1:]
-            states = self.heads.states(layer, states, tokens, position, self.cache)
+            states = self.heads.run(layer, states, tokens, position, self.cache)
             found.append(self.heads.predict(states[-1], self.settings.branches))
             tokens, position = [*tokens[1:], found[-1][0][0]], position + 1
         again = min(used - 1, count)
@@ -147,7 +151,7 @@ class MtpDrafter:
         states = self.kept[:count]
         for layer in range(self.num_layers):
             first = self.start + 1 + layer
-            states = self.heads.states(layer, states, ids[first : first + count], first, self.cache)
+            states = self.heads.run(layer, states, ids[first : first + count], first, self.cache)
             self.cache.layers[layer].crop(0)
         self.start, self.kept = self.start + count, self.kept[count:]
 
@@ -168,7 +172,8 @@ class DraftingValue:
     """What drafting with the layers is worth, learned from all requests of a model.
 
     A token that nobody else drafted saves the time of a token; drafting costs the time that it takes. Both are averages
-    over steps that draft. They start with hope, and go back to it while nothing is drafted, so that it is tried again.
+    over steps that draft. They start at their best, and go back to it while nothing is drafted, so that it is tried
+    again.
     """
 
     def __init__(self, length: int) -> None:

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 class HiddenStates:
     """What the decoder returned while `recorded` was open: one tensor, [batch, rows, hidden], for each call."""
 
+    row_wise = True  # what it does does not depend on positions, see hooks.py
+
     def __init__(self) -> None:
         self.calls: list[torch.Tensor] = []
         self._thread = get_ident()
@@ -22,8 +24,6 @@ class HiddenStates:
         """Record an output, as a forward hook. Another thread may be using the model too."""
         if get_ident() == self._thread:
             self.calls.append(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])
-
-    row_wise = True  # see hooks.py
 
     def of_request(self, place: int) -> torch.Tensor:
         """Return the states of one request of a padded step, [rows, hidden]; a model may take them one by one."""

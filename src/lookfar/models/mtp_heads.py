@@ -37,9 +37,11 @@ class MtpHeads:
         last = next(model.get_decoder().layers[-1].parameters())
         with _complete(model.config), quiet():
             self.model: Any = MtpModel.from_pretrained(model, device_map={"": last.device})
-        self.model.layers.eval()
-        if self.model.dtype != model.dtype:  # it was changed after loading
-            self.model.layers.to(model.dtype)
+        for name, part in self.model.named_children():
+            if name in ("layers", "shared_post_norm"):  # all others are the model's own
+                part.eval()
+                if self.model.dtype != model.dtype:  # it was changed after loading
+                    part.to(model.dtype)
         self._new_cache = MtpCache
 
     def __len__(self) -> int:
@@ -65,11 +67,11 @@ class MtpHeads:
         first = self.model.layers[0].eh_proj.weight
         states, cache = first.new_zeros(2, first.shape[0]), self.new_cache()
         for layer in range(len(self)):
-            states = self.states(layer, states, [0, 0], layer + 1, cache)
+            states = self.run(layer, states, [0, 0], layer + 1, cache)
             cache.layers[layer].crop(-1)
         self.predict(states[-1], 1)
 
-    def states(self, layer: int, states: torch.Tensor, tokens: Seq[int], position: int, cache: Any) -> torch.Tensor:
+    def run(self, layer: int, states: torch.Tensor, tokens: Seq[int], position: int, cache: Any) -> torch.Tensor:
         """Run a layer on states and tokens, of which the first token stands at `position`; returns [tokens, hidden]."""
         embeddings = self.model.embed_tokens
         ids = torch.tensor([tokens], device=embeddings.weight.device)
