@@ -34,8 +34,8 @@ def lm(tokenizer: PreTrainedTokenizerFast) -> lookfar.LM:
 def test_the_surface_is_what_it_says() -> None:
     main = {"LM", "Chunk", "Completion", "DraftStore", "Stats", "StepOutput", "Stream", "__version__", "bench", "load"}
     dropin = {"accelerate", "constrain", "generate", "last_stats", "refresh", "restore"}
-    strategies = {"DraftModel", "Jacobi", "Lookahead", "PromptLookup", "Recycle", "Suffix", "Trie"}
-    drafters = {"DraftContext", "Drafter", "Outcome", "Predictions", "Proposal", "Strategy", "register"}
+    strategies = {"DraftModel", "Jacobi", "Lookahead", "Mtp", "PromptLookup", "Recycle", "Suffix", "Trie"}
+    drafters = {"DraftContext", "Drafter", "HiddenRows", "Outcome", "Predictions", "Proposal", "Strategy", "register"}
     errors = {"CapacityError", "ConfigError", "DemoError", "LookfarError", "LookfarWarning", "ModelError"}
     errors |= {"RequestError", "StoreError"}
     assert set(lookfar.__all__) == main | dropin | strategies | drafters | errors

@@ -7,10 +7,11 @@ from lookfar.version import __version__
 
 if TYPE_CHECKING:
     from lookfar import bench
-    from lookfar.drafters.base import DraftContext, Drafter, Outcome, Predictions, Proposal, Strategy
+    from lookfar.drafters.base import DraftContext, Drafter, HiddenRows, Outcome, Predictions, Proposal, Strategy
     from lookfar.drafters.draft_model import DraftModel
     from lookfar.drafters.jacobi import Jacobi
     from lookfar.drafters.lookahead import Lookahead
+    from lookfar.drafters.mtp import Mtp
     from lookfar.drafters.prompt_lookup import PromptLookup
     from lookfar.drafters.recycle import Recycle
     from lookfar.drafters.registry import register
@@ -46,11 +47,12 @@ _MODULES = {
     "retrieval.draft_store": ("DraftStore",),
     "integrations.transformers.loop": ("accelerate", "generate", "restore"),
     "integrations.transformers.state": ("last_stats", "refresh"),
-    "drafters.base": ("DraftContext", "Drafter", "Outcome", "Predictions", "Proposal", "Strategy"),
+    "drafters.base": ("DraftContext", "Drafter", "HiddenRows", "Outcome", "Predictions", "Proposal", "Strategy"),
     "drafters.registry": ("register",),
     "drafters.draft_model": ("DraftModel",),
     "drafters.jacobi": ("Jacobi",),
     "drafters.lookahead": ("Lookahead",),
+    "drafters.mtp": ("Mtp",),
     "drafters.prompt_lookup": ("PromptLookup",),
     "drafters.recycle": ("Recycle",),
     "drafters.suffix": ("Suffix",),
@@ -80,11 +82,13 @@ __all__ = [
     "DraftModel",
     "DraftStore",
     "Drafter",
+    "HiddenRows",
     "Jacobi",
     "Lookahead",
     "LookfarError",
     "LookfarWarning",
     "ModelError",
+    "Mtp",
     "Outcome",
     "Predictions",
     "PromptLookup",

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from lookfar.drafters.base import Strategy
 from lookfar.drafters.grammar import forced_text
-from lookfar.drafters.registry import StrategySpec, parse_strategy
+from lookfar.drafters.registry import StrategySpec, for_model, parse_strategy
 from lookfar.engine.driver import Driver
 from lookfar.engine.engine import Engine, EngineConfig
 from lookfar.engine.fallback import FallbackStream, decode_with_transformers
@@ -280,6 +280,7 @@ class LM:
         """Return the strategies and the budget of a call; the LM's where the call gives none."""
         strategies = self.strategy if strategy is None else parse_strategy(strategy)
         check_budget(budget)
+        strategies = for_model(strategies, self.engine.runner.model)
         return strategies, budget or (self.budget if strategy is None else None) or default_budget(strategies)
 
     def run(self, requests: list[Request], on_step: OnStep | None = None) -> list[RequestResult]:

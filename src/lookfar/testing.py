@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lookfar.drafters.base import MAX_SCORE, DraftContext, Drafter, Outcome, Proposal, Strategy
+from lookfar.drafters.base import MAX_SCORE, DraftContext, Drafter, Outcome, Proposal, Strategy, wants_hidden
 from lookfar.drafters.scripted import Scripted
 from lookfar.engine.engine import Engine
 from lookfar.engine.outputs import RequestResult, StepOutput
 from lookfar.engine.request import Request
 from lookfar.lm import LM
+from lookfar.models.binding import BoundModel
 from lookfar.options import GenerateOptions
 
 __all__ = ["Scripted", "check_strategy", "run_requests", "tiny_model"]
@@ -98,6 +99,9 @@ class _Watched(Strategy):
     def max_rows(self) -> int:
         return self.inner.max_rows
 
+    def check(self, model: BoundModel) -> None:
+        self.inner.check(model)
+
     def create(self, context: DraftContext) -> list[Drafter]:
         drafters = self.inner.create(context)
         _check(bool(drafters), "create returns at least one drafter")
@@ -113,6 +117,7 @@ class _WatchedDrafter:
         self.vocab_size = vocab_size
         self.name = inner.name
         self.wants_predictions = inner.wants_predictions
+        self.wants_hidden = wants_hidden(inner)
         self.proposals = proposals
 
     def propose(self, ids: Seq[int], limit: int) -> Proposal:

@@ -126,6 +126,7 @@ def test_a_whole_run_on_a_tiny_model(
         ({"model_type": "gemma2"}, ["draft trees", "sliding window of 4096", "full attention"]),
         ({"model_type": "bloom"}, ["ALiBi bias", "no limit"]),
         ({"model_type": "mpt"}, ["each request in a forward pass of its own"]),
+        ({"model_type": "qwen3_next"}, ["draft chains", "1: the strategy mtp"]),
     ],
 )
 def test_check_reads_a_config_file(

@@ -44,6 +44,7 @@ STRATEGIES = [
     "jacobi",
     "prompt_lookup",
     "draft_model",
+    "mtp",
     "x+",
     "+",
 ]

@@ -39,7 +39,7 @@ PROMPTS = random_prompts(20, 33, 5, 1)
 # A text with repetitions, so that there is something to copy.
 PROMPTS.append(PROMPTS[0] + PROMPTS[0][:9] + PROMPTS[0] + PROMPTS[0][:4])
 NEW = 24
-OWN_STRATEGIES = sorted(set(BUILTIN) - {"draft_model"})
+OWN_STRATEGIES = sorted(set(BUILTIN) - {"draft_model", "mtp"})
 
 
 def flat() -> CostCurve:

@@ -18,12 +18,14 @@ Model = Annotated[str, typer.Argument(help="demo, a directory, a config.json or 
 
 def check(model: Model, as_json: options.Json = False) -> None:
     """Say how lookfar decodes MODEL, and why. Reads its config only."""
+    from lookfar.models.mtp_heads import num_mtp_layers
     from lookfar.models.pretrained import read_config
     from lookfar.models.support import examine
 
-    support = examine(read_config(model)[0])
+    config = read_config(model)[0]
+    support, layers = examine(config), num_mtp_layers(config)
     if as_json:
-        print(json.dumps(asdict(support) | {"trees": support.trees}))
+        print(json.dumps(asdict(support) | {"trees": support.trees, "mtp_layers": layers}))
         return
     out, facts = Console(highlight=False), Table(show_header=False, box=None)
     facts.add_row("model type", support.model_type)
@@ -44,4 +46,6 @@ def check(model: Model, as_json: options.Json = False) -> None:
         facts.add_row("drafts up to", f"{support.tree_limit} tokens; transformers decodes longer requests")
     if support.drafts and support.one_by_one:
         facts.add_row("batches", "each request in a forward pass of its own")
+    if support.drafts and layers:
+        facts.add_row("prediction layers", f"{layers}: the strategy mtp, if the checkpoint holds their weights")
     out.print(facts)

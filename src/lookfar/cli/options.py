@@ -23,7 +23,7 @@ StrategyName = Annotated[
     str | None,
     typer.Option(
         "--strategy",
-        help="auto (the default), none, suffix, recycle, trie, lookahead, jacobi, prompt_lookup, draft_model, "
+        help="auto (the default), none, suffix, recycle, trie, lookahead, jacobi, prompt_lookup, draft_model, mtp, "
         "the name of a registered strategy, or several joined by +.",
     ),
 ]

@@ -162,6 +162,7 @@ class StepPlan:
         self._trees = trees  # those of the requests, if they lie behind each other already
         self.top_k = top_k  # how many of the most likely tokens to return for each row
         self.prefills = False  # whether prompts are processed
+        self.hidden = False  # whether drafters want the last hidden states of the rows
         self.shared = False  # whether other requests run or wait, so that nothing may stall the step
         self.lengths = list(map(len, requests))
         self.width = max(self.lengths)

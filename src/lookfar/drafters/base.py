@@ -7,9 +7,9 @@ request: it proposes continuations before a step and observes the outcome afterw
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from lookfar.core.tree import ROOT, DraftTree
 from lookfar.errors import ConfigError
 from lookfar.retrieval.recycle_table import RecycleTable
 from lookfar.retrieval.sources import DraftSources
+
+if TYPE_CHECKING:
+    from lookfar.models.binding import BoundModel
 
 MAX_SETTING = 65_536  # of whole numbers; what a model and the memory allow is checked with each request
 MAX_SCORE = 15  # match scores go from 0 to this
@@ -60,6 +63,24 @@ class Predictions:
 
 
 @dataclass(slots=True)
+class HiddenRows:
+    """The last hidden states of tokens that a step has fed and that are part of the text now, one behind the other."""
+
+    start: int  # the position of the first token
+    rows: Ints  # the row of each token in the step
+    read: Callable[[Ints], Any]  # some of these rows → their states, a tensor [rows, hidden]
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.rows)
+
+    def since(self, position: int) -> Any:
+        """Return the states of the tokens from a position on, at most all of them."""
+        return self.read(self.rows[max(position - self.start, 0) :])
+
+
+@dataclass(slots=True)
 class Outcome:
     """The result of one step for one request, as its drafters observe it."""
 
@@ -70,6 +91,8 @@ class Outcome:
     predictions: Predictions | None = None  # for drafters with `wants_predictions`
     last: int = -1  # the row of `predictions` from which the last emitted token was chosen
     finished: bool = False  # the request ends with this step
+    # For drafters with `wants_hidden`; tokens may come again when they are fed again. None if the runner keeps none.
+    hidden: HiddenRows | None = None
 
     def along(self, path: Seq[int]) -> list[int]:
         """Return the model's choices after the last token and after each token of `path` that the tree holds."""
@@ -107,6 +130,7 @@ class Drafter(Protocol):
 
     name: str
     wants_predictions: bool  # whether `Outcome.predictions` are needed, those of prompt rows included
+    # `wants_hidden = True` asks for `Outcome.hidden`, of prompts and of steps without drafts too; it may be left out.
 
     def propose(self, ids: Seq[int], limit: int) -> Proposal:
         """Propose what follows `ids`, at most `limit` tokens deep."""
@@ -164,6 +188,12 @@ class DraftContext:
     max_length: int  # the most tokens that the text can come to
     sources: DraftSources
     remember: bool = True  # whether later requests may draft from this one
+    model: BoundModel | None = None  # that decodes the request
+
+
+def wants_hidden(drafter: Drafter) -> bool:
+    """Whether a drafter drafts from hidden states."""
+    return getattr(drafter, "wants_hidden", False)
 
 
 @dataclass(frozen=True)
@@ -176,6 +206,9 @@ class Strategy(ABC):
     @abstractmethod
     def create(self, context: DraftContext) -> list[Drafter]:
         """Create the drafters of one request."""
+
+    def check(self, model: BoundModel) -> None:  # noqa: B027  most strategies draft for any model
+        """Refuse a model that it cannot draft for, before anything is decoded."""
 
     @property
     @abstractmethod

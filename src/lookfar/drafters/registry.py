@@ -10,10 +10,13 @@ from dataclasses import fields, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lookfar.drafters.base import Strategy
 from lookfar.errors import ConfigError, first_sentence
+
+if TYPE_CHECKING:
+    from lookfar.models.binding import BoundModel
 
 GROUP = "lookfar.drafters"
 # Looked up when first used, so that a name does not import every drafter.
@@ -25,6 +28,7 @@ BUILTIN = {
     "jacobi": "Jacobi",
     "prompt_lookup": "PromptLookup",
     "draft_model": "DraftModel",
+    "mtp": "Mtp",
 }
 RESERVED = ("auto", "none")
 
@@ -37,6 +41,14 @@ _registered: dict[str, type[Strategy]] = {}
 def auto_strategies() -> tuple[Strategy, ...]:
     """Return the strategies of `auto`; docs/benchmarks.md compares them with the others."""
     return strategy_class("suffix")(), strategy_class("recycle")()
+
+
+def for_model(strategies: tuple[Strategy, ...], model: BoundModel) -> tuple[Strategy, ...]:
+    """Return the strategies for a model: `auto` also drafts with the prediction layers of its checkpoint."""
+    is_auto = all(strategy in strategies for strategy in auto_strategies())
+    if not is_auto or any(strategy.name == "mtp" for strategy in strategies):
+        return strategies
+    return (*strategies, strategy_class("mtp")(if_pays=True)) if model.has_heads else strategies  # type: ignore[call-arg]
 
 
 def register(strategy: StrategyClass) -> StrategyClass:

@@ -101,7 +101,7 @@ class Engine:
             self.refresh()
         draft_state = request.draft_state or self.draft_state
         draft_state.fit(self.runner.model.vocab_size)
-        state = RequestState(request, next(self._handles), index, draft_state)
+        state = RequestState(request, next(self._handles), index, draft_state, self.runner.model)
         state.every_step = every_step
         if self.needs_costs(request):
             self.find_costs()

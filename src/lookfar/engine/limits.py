@@ -23,6 +23,8 @@ def check_request(request: Request, runner: ModelRunner, max_length: int | None)
             + (" or raise max_length." if ours else ", the most that this model has positions for.")
         )
     _check_rows(request, runner)
+    for strategy in request.strategies:
+        strategy.check(runner.model)
 
 
 def _check_rows(request: Request, runner: ModelRunner) -> None:

@@ -14,6 +14,7 @@ from lookfar.core.tree import DraftTree
 from lookfar.drafters.base import DraftContext, Strategy
 from lookfar.engine.stats import Stats
 from lookfar.kvcache.base import KVState
+from lookfar.models.binding import BoundModel
 from lookfar.models.first_forward import FirstForward
 from lookfar.models.source import SourceKV
 from lookfar.sampling.sampler import Sampler, SamplingParams
@@ -92,7 +93,9 @@ class Request:
 class RequestState:
     """A request from its submission to its end. Only the engine reads and changes it."""
 
-    def __init__(self, request: Request, handle: int, index: int, state: DraftState) -> None:
+    def __init__(
+        self, request: Request, handle: int, index: int, state: DraftState, model: BoundModel | None = None
+    ) -> None:
         self.request = request
         self.handle = handle
         self.index = index  # its place among the requests of one call
@@ -119,7 +122,7 @@ class RequestState:
         self.stop_ids = request.stop_ids
         self._max_length = request.max_length
         self.exported: KVState | None = None
-        context = DraftContext(request.prompt, request.max_length, state.sources, request.remember)
+        context = DraftContext(request.prompt, request.max_length, state.sources, request.remember, model)
         self.speculation = RequestSpeculation(request.strategies, request.budget, context, state)
         self._started: float | None = None
 

@@ -75,7 +75,7 @@ def _predictions(engine: Engine, examples: Seq[Request]) -> list[int]:
     """Return the numbers of predictions that steps of such requests ask for."""
     found = set()
     for request in examples:
-        wanted = RequestState(request, -1, 0, _no_drafts(engine)).speculation.wants_predictions
+        wanted = RequestState(request, -1, 0, _no_drafts(engine), engine.runner.model).speculation.wants_predictions
         sampled = request.sampling.random is not None
         found.add((SAMPLED_TOP_K if sampled else TOP_K) if wanted else 0)
     return sorted(found)

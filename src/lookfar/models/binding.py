@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from transformers import Cache, PreTrainedModel
 
 from lookfar.core.arrays import Ints
 from lookfar.core.plan import StepPlan
+from lookfar.errors import ConfigError
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.alibi import positions_as_bias
 from lookfar.models.attention_name import attention_replaced, own_attention
 from lookfar.models.decoder_positions import positions_in_decoder
 from lookfar.models.masks import StepMasks, additive
+from lookfar.models.mtp_heads import MtpHeads, load_heads, why_no_heads
 from lookfar.models.packed_linear import PackedLinears, pack_by_default
 from lookfar.models.source import SourceBatch, measured_source
 from lookfar.models.support import STATE_TYPES, Support, examine
@@ -54,6 +57,7 @@ class BoundModel:
         self.first_pass_refused = ""  # why transformers has to decode prompts with images or a source
         self._shape = self._present_shape()
         self.fingerprint = ModelFingerprint.of(model)
+        self._heads: MtpHeads | ConfigError | None = None  # None: not loaded yet
 
     def refresh(self, everything: bool = False) -> ModelChange:
         """Follow changes of the model. Not while a step runs.
@@ -65,8 +69,13 @@ class BoundModel:
         before, self._shape = self._shape, self._present_shape()
         fingerprint, self.fingerprint = self.fingerprint, ModelFingerprint.of(self.model)
         if before != self._shape:
+            self._heads = None
             return ModelChange.SHAPE
-        return ModelChange.WEIGHTS if everything or dropped or fingerprint != self.fingerprint else ModelChange.NONE
+        if everything or dropped or fingerprint != self.fingerprint:
+            if isinstance(self._heads, MtpHeads):
+                self._heads.follow(self.model)
+            return ModelChange.WEIGHTS
+        return ModelChange.NONE
 
     def _present_shape(self) -> tuple[Any, ...]:
         return self.model.dtype, self.device, self.vocab_size
@@ -94,6 +103,23 @@ class BoundModel:
     def packed_bytes(self) -> int:
         """The memory that packed weights take beside the model's own."""
         return self._packed.nbytes if self._packed is not None else 0
+
+    @cached_property
+    def has_heads(self) -> bool:
+        """Whether its checkpoint holds multi-token-prediction layers."""
+        return not why_no_heads(self.model)
+
+    @property
+    def heads(self) -> MtpHeads:
+        """The multi-token-prediction layers of its checkpoint, loaded on first use; a `ConfigError` without them."""
+        if self._heads is None:
+            try:
+                self._heads = load_heads(self.model)
+            except ConfigError as error:
+                self._heads = error
+        if isinstance(self._heads, ConfigError):
+            raise self._heads
+        return self._heads
 
     @property
     def vocab_size(self) -> int:

@@ -13,6 +13,7 @@ from lookfar.core.plan import RunnerLimits, StepPlan
 from lookfar.kvcache.recurrent import RecurrentKVCache
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
+from lookfar.models.hidden_states import HiddenStates, recorded
 from lookfar.models.time_steps import has_time_step_limits
 from lookfar.models.weight_changes import ModelChange
 from lookfar.runners.base import PendingStep, StepResult, StepShape
@@ -44,8 +45,9 @@ class EagerRunner:
 
     def launch(self, plan: StepPlan, cache: SlotKVCache) -> PendingStep:
         started = perf_counter()
-        logits = self.model.forward(plan, cache)
-        return EagerStep(plan, logits, started)
+        with recorded(self.model.model, plan.hidden) as states:
+            logits = self.model.forward(plan, cache)
+        return EagerStep(plan, logits, started, states)
 
     def missing(self, cache: SlotKVCache, requests: int, predictions: Seq[int]) -> list[StepShape]:
         return []  # nothing is captured
@@ -60,9 +62,12 @@ class EagerRunner:
 class EagerStep:
     """The logits of a step, [batch, logit rows, vocabulary]."""
 
-    def __init__(self, plan: StepPlan, logits: torch.Tensor, started: float) -> None:
+    def __init__(
+        self, plan: StepPlan, logits: torch.Tensor, started: float, states: HiddenStates | None = None
+    ) -> None:
         self.plan = plan
         self.all_logits = logits
+        self.states = states
         self.started = started
         self.launched = perf_counter()
 
@@ -86,9 +91,16 @@ class EagerStep:
             top_logits,
             num_rows=plan.batch * plan.width,
             seconds=seconds,
+            hidden=self.hidden if self.states is not None else None,
         )
 
     def logits(self, request: int, rows: Ints) -> torch.Tensor:
         """Return the logits of some rows of a request, [rows, vocabulary]."""
         places = torch.from_numpy(np.searchsorted(self.plan.logit_rows, rows)).to(self.all_logits.device)
         return self.all_logits[request, places]
+
+    def hidden(self, request: int, rows: Ints) -> torch.Tensor:
+        """Return the last hidden states of some rows of a request, [rows, hidden]."""
+        assert self.states is not None
+        own = self.states.of_request(request)
+        return own[torch.from_numpy(rows).to(own.device)]

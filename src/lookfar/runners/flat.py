@@ -15,6 +15,7 @@ from lookfar.core.tree import DraftTree
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.attention_name import FlatName
 from lookfar.models.binding import BoundModel, FlatRows, feeds_embeds
+from lookfar.models.hidden_states import HiddenStates, recorded
 from lookfar.models.request_attention import step_attention
 from lookfar.models.self_check import agree, branched_plan, taken_slots
 from lookfar.models.weight_changes import ModelChange
@@ -71,8 +72,9 @@ class FlatRunner(EagerRunner):
         if not self._works:
             return super().launch(plan, cache)
         started = perf_counter()
-        logits = flat_logits(self.model, plan, cache)
-        return FlatStep(plan, logits, perf_counter() - started, is_warm=not first)
+        with recorded(self.model.model, plan.hidden) as states:
+            logits = flat_logits(self.model, plan, cache)
+        return FlatStep(plan, logits, perf_counter() - started, is_warm=not first, states=states)
 
 
 def flat_logits(model: BoundModel, plan: StepPlan, cache: SlotKVCache) -> torch.Tensor:
@@ -113,9 +115,12 @@ def flat_logit_rows(plan: StepPlan) -> Ints:
 class FlatStep:
     """The logits of a flat step, [logit rows of all requests, vocabulary]."""
 
-    def __init__(self, plan: StepPlan, logits: torch.Tensor, seconds: float, is_warm: bool) -> None:
+    def __init__(
+        self, plan: StepPlan, logits: torch.Tensor, seconds: float, is_warm: bool, states: HiddenStates | None = None
+    ) -> None:
         self.plan = plan
         self.all_logits = logits
+        self.states = states
         self.seconds = seconds
         self.is_warm = is_warm
         self.logit_rows = flat_logit_rows(plan)
@@ -135,12 +140,18 @@ class FlatStep:
             top_logits,
             num_rows=self.starts[-1],
             seconds=self.seconds + perf_counter() - asked,
+            hidden=self.hidden if self.states is not None else None,
             is_warm=self.is_warm,
         )
 
     def logits(self, request: int, rows: Ints) -> torch.Tensor:
         """Return the logits of some rows of a request, [rows, vocabulary]."""
         return self.all_logits[torch.from_numpy(np.searchsorted(self.logit_rows, self.starts[request] + rows))]
+
+    def hidden(self, request: int, rows: Ints) -> torch.Tensor:
+        """Return the last hidden states of some rows of a request, [rows, hidden]."""
+        assert self.states is not None
+        return self.states.calls[0][0, torch.from_numpy(self.starts[request] + rows)]
 
     def _spread(self, values: Numbers, missing: int = 0) -> Numbers:
         """Place values of the logit rows at their rows."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from lookfar.core.tree import DraftTree
-from lookfar.drafters.base import BatchDrafter, DraftContext, Drafter, Strategy
+from lookfar.drafters.base import BatchDrafter, DraftContext, Drafter, Strategy, wants_hidden
 from lookfar.sampling.sampler import Sampler
 from lookfar.speculation.draft_state import DraftState
 from lookfar.speculation.row_budget import Budget, max_draft_rows
@@ -35,6 +35,7 @@ class RequestSpeculation:
         self.state = state
         self.uses_window = any(strategy.uses_window for strategy in strategies)
         self.wants_predictions = any(drafter.wants_predictions for drafter in self.drafters)
+        self.hidden_drafters = [drafter for _, drafter, _ in self.other_drafters if wants_hidden(drafter)]
 
 
 class SpeculatedRequest(Protocol):

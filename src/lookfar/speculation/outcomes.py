@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from typing import Protocol
+from collections.abc import Callable, Sequence as Seq
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.jit import jit
 from lookfar.core.plan import RequestPlan, StepPlan
-from lookfar.drafters.base import BatchDrafter, BatchOutcome, Drafter, Outcome, Predictions
+from lookfar.drafters.base import (
+    BatchDrafter,
+    BatchOutcome,
+    Drafter,
+    HiddenRows,
+    Outcome,
+    Predictions,
+    wants_hidden,
+)
 from lookfar.speculation.interface import SpeculatedRequest, Walk
 from lookfar.speculation.proposals import DraftingBatch
 
@@ -28,6 +37,8 @@ class StepChoices(Protocol):
     def top_ids(self) -> Int32s | None: ...
     @property
     def top_logits(self) -> Floats | None: ...
+    @property
+    def hidden(self) -> Callable[[int, Ints], Any] | None: ...
     @property
     def num_rows(self) -> int:
         """Rows that were computed, padding included."""
@@ -63,6 +74,17 @@ class StepOutcomes:
         for kind, shown in by_class.items():
             drafting.drafters_of(kind, self.requests, shown).observe(self.of_batch(shown))
 
+    def show_hidden(self, places: Seq[int]) -> None:
+        """Show a step that no other drafter observes to those that draft from hidden states."""
+        for place in places:
+            request = self.requests[place]
+            try:
+                outcome = self._of_request(place)
+                for drafter in request.speculation.hidden_drafters:
+                    drafter.observe(request.ids, outcome)
+            except BaseException as error:  # a drafter of another package
+                request.fail(error)
+
     def of_batch(self, places: Seq[int]) -> BatchOutcome:
         """Return the outcome for some requests together."""
         about, texts, finished = [], [], []
@@ -81,26 +103,39 @@ class StepOutcomes:
         return BatchOutcome(texts, finished, self.plan.flat, of_requests, result.top_ids, result.top_logits)
 
     def _show_alone(self, place: int) -> None:
-        """Show the step to drafters that draft for one request; a prefill chunk only if they want predictions."""
+        """Show the step to drafters that draft for one request; a prefill chunk only if they want something of it."""
+        request, rows = self.requests[place], self.plan.requests[place]
+        outcome, start = self._of_request(place), int(self.result.starts[place])
+        for i, drafter, _ in request.speculation.other_drafters:
+            if rows.complete or drafter.wants_predictions or wants_hidden(drafter):
+                outcome.window_choices = NO_CHOICES
+                if rows.windows and len(rows.windows[i]):
+                    outcome.window_choices = self.result.choices[start : start + len(rows)][rows.window_rows(i)]
+                drafter.observe(request.ids, outcome)
+
+    def _of_request(self, place: int) -> Outcome:
+        """Return the outcome for one request, without the choices of window rows."""
         request, rows, walk = self.requests[place], self.plan.requests[place], self.walks[place]
         start, speculation = int(self.result.starts[place]), request.speculation
-        choices = self.result.choices[start : start + len(rows)]
         tokens, nodes = (walk.tokens, walk.nodes) if walk is not None else ([], [])
-        outcome = Outcome(
+        return Outcome(
             emitted=tokens,
             tree=rows.tree,
-            choices=choices[rows.last_row : rows.node_row(len(rows.tree))],
+            choices=self.result.choices[start + rows.last_row : start + rows.node_row(len(rows.tree))],
             window_choices=NO_CHOICES,
             predictions=self._predictions(place) if speculation.wants_predictions else None,
             last=max(rows.predict, 1) - 1 + (nodes[-1] + 1 if nodes else 0),
             finished=request.is_finished,
+            hidden=self._hidden(place, nodes) if speculation.hidden_drafters else None,
         )
-        for i, drafter, _ in speculation.other_drafters:
-            if rows.complete or drafter.wants_predictions:
-                outcome.window_choices = NO_CHOICES
-                if rows.windows and len(rows.windows[i]):
-                    outcome.window_choices = choices[rows.window_rows(i)]
-                drafter.observe(request.ids, outcome)
+
+    def _hidden(self, place: int, accepted: Seq[int]) -> HiddenRows | None:
+        """Return the hidden states of a request's pending tokens and of the nodes that were accepted."""
+        if self.result.hidden is None:
+            return None
+        pending = self.plan.requests[place].pending
+        rows = np.append(np.arange(len(pending)), np.array(accepted, np.int64) + len(pending))
+        return HiddenRows(self.plan.requests[place].num_cached, rows, partial(self.result.hidden, place))
 
     def _predictions(self, place: int) -> Predictions | None:
         """Return the most likely next tokens after a request's rows, window rows excepted."""

@@ -98,6 +98,7 @@ class Speculator:
         top_k = (SAMPLED_TOP_K if step.samples else TOP_K) if wanted else 0
         step.plan = StepPlan(rows, top_k, trees=step.drafts.trees if step.drafts is not None else None)
         step.plan.prefills = any(request.prompt_pending for request in requests)
+        step.plan.hidden = any(request.speculation.hidden_drafters for request in requests)
         return step.plan
 
     def _prices(self, step: StepRecord) -> Prices:
@@ -150,7 +151,7 @@ class Speculator:
         assert step is not None
         assert step.plan is not None
         step.walks, step.result = walks, result
-        finished, places = False, []
+        finished, places, unseen = False, [], []
         for place, request in enumerate(step.batch.requests):
             if request.error is not None:
                 continue
@@ -159,8 +160,12 @@ class Speculator:
             prefilled = step.prefills and (len(rows.pending) > 1 or not rows.complete)
             if (step.speculates or ends or prefilled) and request.speculation.drafters:
                 places.append(place)
-        if places:
-            StepOutcomes(step.batch.requests, step.plan, walks, result).show(places, self._drafting)
+            elif request.speculation.hidden_drafters:
+                unseen.append(place)
+        if places or unseen:
+            outcomes = StepOutcomes(step.batch.requests, step.plan, walks, result)
+            outcomes.show(places, self._drafting)
+            outcomes.show_hidden(unseen)
         self._unlearned.append(step)
         if finished:
             self.learn()  # its counts are read next

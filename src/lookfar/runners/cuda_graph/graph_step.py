@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from lookfar.kernels.row_sum_mode import RowSums
 from lookfar.kernels.row_table import KV_LEN, MAX_PATH, PREFIX_LEN, TREE_PATH, WINDOW_START
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
+from lookfar.models.hidden_states import recorded
 from lookfar.runners.base import StepResult
 from lookfar.runners.cuda_graph.capture import capture_graph
 from lookfar.runners.cuda_graph.compiled_layers import CompiledLayers
@@ -38,6 +39,15 @@ class LayerOptions:
     experts: str | None = None  # how experts are multiplied, if not as the model does
 
 
+class CapturedGraph(NamedTuple):
+    """A captured graph, and the tensors that it writes."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None
+    results: torch.Tensor
+    replay: Callable[[], None]
+
+
 class GraphStep(FlatStep):
     """A flat step as CUDA graphs, one for each number of predictions. Without a GPU the step runs uncaptured."""
 
@@ -45,9 +55,10 @@ class GraphStep(FlatStep):
         super().__init__(model, cache, rows, batch)
         self.layers = layers
         self.logits = torch.empty(0)
+        self.hidden: torch.Tensor | None = None  # [rows, hidden] of models that can draft from them
         self.results = torch.empty(0)  # [rows, 1 + 2k] on the host
         self.captured: set[int] = set()  # numbers of predictions
-        self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, Callable[[], None]]] = {}  # by k
+        self._graphs: dict[int, CapturedGraph] = {}  # by k
         self._samplers: dict[Hashable, GraphSampler] = {}  # by k and processors
 
     def fill(self, plan: StepPlan) -> bool:
@@ -70,6 +81,12 @@ class GraphStep(FlatStep):
 
     def run(self) -> torch.Tensor:
         """Run the forward pass, compiled if that was asked for."""
+        with recorded(self.model.model, self.model.has_heads) as states:
+            logits = self._run()
+        self.hidden = states.calls[0][0] if states is not None else None
+        return logits
+
+    def _run(self) -> torch.Tensor:
         layers = self.layers
         with self.model.attending(NAME), self.model.experts(layers.experts), layers.fused.in_use():
             if layers.compiled is None:
@@ -85,7 +102,7 @@ class GraphStep(FlatStep):
             self.logits = self.run()
             self.results = reference.top_k(self.logits, k)
             return
-        self.logits, self.results, replay = self._graphs[k]
+        self.logits, self.hidden, self.results, replay = self._graphs[k]
         replay()
 
     def capture(self, k: int, move: Callable[[torch.Tensor], None], pool: Any) -> None:
@@ -104,7 +121,7 @@ class GraphStep(FlatStep):
             return logits
 
         logits, replay = capture_graph(step, pool)
-        self._graphs[k] = logits, results, replay
+        self._graphs[k] = CapturedGraph(logits, self.hidden, results, replay)
 
     def probe(self, k: int) -> torch.Tensor:
         """Return the bits of the logits of a captured step in which every row is token 0 and sees itself alone."""
@@ -144,13 +161,17 @@ class PendingGraphStep:
         step, plan, k = self.step, self.plan, self.k
         if step.on_gpu:
             torch.cuda.current_stream(step.device.device).synchronize()
-        results, all_logits = step.results.numpy(), step.logits
+        results, all_logits, states = step.results.numpy(), step.logits, step.hidden
         starts = np.cumsum([0, *plan.lengths[:-1]])
         first_logit = (1 + results.shape[1]) // 2  # there may be more than k predictions
 
         def logits(request: int, rows: Ints) -> torch.Tensor:
             start = starts[request]
             return all_logits[start + rows[0] : start + rows[-1] + 1]
+
+        def hidden(request: int, rows: Ints) -> torch.Tensor:
+            assert states is not None
+            return states[torch.from_numpy(starts[request] + rows).to(states.device)]  # a copy: graphs write again
 
         return StepResult(
             starts,
@@ -164,5 +185,6 @@ class PendingGraphStep:
             step.rows,
             perf_counter() - self.started,
             self.launch_seconds,
+            hidden if plan.hidden and states is not None else None,
             self.is_warm,
         )
