@@ -74,6 +74,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # model type,
             "mamba_n_heads": 48,
             "mamba_d_head": 64,
             "mamba_d_state": 256,
+            "mamba_chunk_size": 128,  # without mamba_ssm, a step of several rows computes a whole chunk
             "vocab_size": 65536,
         },
         {

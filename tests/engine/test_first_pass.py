@@ -27,6 +27,11 @@ def qwen() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
+def hybrid() -> PreTrainedModel:
+    return media_model("qwen3_5")
+
+
+@pytest.fixture(scope="module")
 def bart() -> PreTrainedModel:
     return source_model("bart")
 
@@ -35,7 +40,7 @@ def prompt_of(model: PreTrainedModel, seed: int = 0) -> Tensors:
     """A prompt with an image, or a source."""
     if model.config.is_encoder_decoder:
         return sources("bart", [9 + seed])
-    return media_prompts("qwen2_vl", [1], seed=seed)
+    return media_prompts(model.config.model_type, [1], seed=seed)
 
 
 def expected_of(model: PreTrainedModel, inputs: Tensors, new: int = NEW) -> list[int]:
@@ -67,7 +72,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ran
 
 
-@pytest.mark.parametrize("name", ["qwen", "bart"])
+@pytest.mark.parametrize("name", ["qwen", "hybrid", "bart"])
 def test_a_slow_reader_loses_nothing(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +89,7 @@ def test_a_slow_reader_loses_nothing(
     assert len(ran) == 1  # its KV was swapped, not computed again
 
 
-@pytest.mark.parametrize("name", ["qwen", "bart"])
+@pytest.mark.parametrize("name", ["qwen", "hybrid", "bart"])
 def test_a_failed_step_runs_the_prompt_again(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +125,7 @@ def test_an_error_of_the_pass_ends_its_requests_only(qwen: PreTrainedModel, monk
     assert answer(lm.generate(prompt_of(qwen), max_new_tokens=NEW)) == expected_of(qwen, prompt_of(qwen))
 
 
-@pytest.mark.parametrize("name", ["qwen", "bart"])
+@pytest.mark.parametrize("name", ["qwen", "hybrid", "bart"])
 def test_threads_with_prompts_of_their_own(name: str, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(name)
     prompts = [prompt_of(model, seed) for seed in range(4)]
@@ -154,7 +159,7 @@ def test_an_image_is_never_taken_for_another_one(qwen: PreTrainedModel) -> None:
     assert lm.generate([*ids, *plain.token_ids], max_new_tokens=4, reuse=True).stats.reused_tokens > len(ids)
 
 
-@pytest.mark.parametrize("name", ["qwen", "bart"])
+@pytest.mark.parametrize("name", ["qwen", "hybrid", "bart"])
 def test_cancelling(name: str, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(name)
     lm, inputs = LM(model, strategy="none"), prompt_of(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -115,6 +116,7 @@ def test_at_least_fifteen_recurrent_families() -> None:
     assert len(RECURRENT_HERE) >= 15
 
 
+@pytest.mark.slow
 def test_time_step_limits_hold_for_prompts_and_not_for_answers() -> None:
     """transformers limits time steps where there are several tokens; `generate` decodes with single ones."""
     model = tiny_model("zamba2")
@@ -127,6 +129,33 @@ def test_time_step_limits_hold_for_prompts_and_not_for_answers() -> None:
     assert lm.generate(prompt, max_new_tokens=NEW, strategy=drafts).token_ids == expected
     assert [module.time_step_limit for module in model.modules() if hasattr(module, "time_step_limit")] == own
     assert lm.generate(prompt + expected, max_new_tokens=4, reuse=True).stats.reused_tokens == 0
+
+
+@pytest.mark.slow
+def test_threads_share_a_model_with_recurrent_state() -> None:
+    """Some through one LM, one through transformers itself, whose time steps stay limited meanwhile."""
+    model = tiny_model("zamba2")
+    prompts = random_prompts(20, 9, 14)
+    expected = [reference(model, prompt, NEW) for prompt in prompts]
+    logits = model(torch.tensor(prompts[:1])).logits
+    lm = lookfar.LM(model, prefill_chunk=16)
+    found: dict[int, bool] = {}
+
+    def decode(i: int) -> None:
+        drafts = often_right([prompts[i]], [expected[i]])
+        found[i] = all(
+            lm.generate(prompts[i], max_new_tokens=NEW, strategy=drafts).token_ids == expected[i] for _ in range(2)
+        )
+
+    def use() -> None:
+        found[-1] = all(torch.equal(model(torch.tensor(prompts[:1])).logits, logits) for _ in range(20))
+
+    threads = [Thread(target=decode, args=(i,)) for i in range(len(prompts))] + [Thread(target=use)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys([-1, 0, 1, 2], True)
 
 
 def test_a_model_that_forgets_its_state_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter
 
 from lookfar.core.plan import RunnerLimits, StepPlan
+from lookfar.engine.batch import StepBatch
 from lookfar.engine.last_output import last_output, own_error, result_of
 from lookfar.engine.outputs import StepOutput
 from lookfar.engine.prefix_reuse import PrefixReuse
@@ -16,21 +16,6 @@ from lookfar.engine.verify import Walk
 from lookfar.errors import CapacityError
 from lookfar.kvcache.base import KVCache, kv_of
 from lookfar.runners.base import StepResult
-
-
-@dataclass
-class StepBatch:
-    """The requests of one step, how many pending tokens each may feed, and the times of the step."""
-
-    requests: list[RequestState]
-    chunks: list[int]
-    started: float
-    is_first_pass: bool = False  # transformers runs the prompts of the requests
-    seconds: float = 0.0
-    host_seconds: float = 0.0
-
-    def __len__(self) -> int:
-        return len(self.requests)
 
 
 class Scheduler:
@@ -244,7 +229,7 @@ class Scheduler:
                 state.num_cached = self.cache.commit(state.kv, pending, accepted)
                 if walk is not None and state.stats.steps == 1:  # requests that come meanwhile begin like it, perhaps
                     self.reuse.keep(state)
-                state.replays = walk is not None
+                state.replays = state.replays or walk is not None
         for state in reversed([state for state in batch.requests if state.is_finished]):
             if state.request.kv.export and state.error is None:
                 # The caller's own cache still holds what came from it; the last token was never fed.

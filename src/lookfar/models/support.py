@@ -43,6 +43,8 @@ FALLBACK_FAMILIES = {
     "jamba": ONE_TOKEN,
     "mamba": ONE_TOKEN,
     "minimax": "it needs a cache class of its own, whose state cannot be put back",
+    "qwen4_exp": "its indexer keeps positions in the cache beside a recurrent state",
+    "qwen4_exp_text": "its indexer keeps positions in the cache beside a recurrent state",
     "recurrent_gemma": ONE_TOKEN,
     "zamba": ONE_TOKEN,
     "rwkv": "its recurrent state is not part of the cache, so it cannot be put back",
@@ -52,7 +54,8 @@ BIDIRECTIONAL_PROMPTS = {"paligemma"}
 ONE_MASK = {"paligemma"}  # families that take one mask for all layers, though these are of several types
 ONE_BY_ONE = {"mpt", "inkling_text"}  # families with a bias by position that is the same for all texts of a step
 MASK_FUNCTION = {"window": "create_sliding_window_causal_mask", "chunk": "create_chunked_causal_mask"}
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+INDEXED_TYPES = ("indexed_attention", "deepseek_sparse_attention")  # the second one in transformers 5.17
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *INDEXED_TYPES)
 STATE_TYPES = {"linear_attention", "conv", "moe", "mlp"}  # layers without attention
 HYBRID_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # attention beside a state
 
@@ -89,7 +92,7 @@ class Support:
     @property
     def indexed(self) -> bool:
         """Whether layers choose keys by an indexer, which reads the mask itself."""
-        return "indexed_attention" in self.kinds
+        return not self.kinds.keys().isdisjoint(INDEXED_TYPES)
 
     @property
     def trees(self) -> bool:

@@ -36,9 +36,8 @@ class EagerRunner:
         if not self.model.support.recurrent:
             return SlotKVCache()
         model = self.model.model
-        return RecurrentKVCache(
-            model.config, reuse=not has_time_step_limits(model)
-        )  # a prompt is limited, an answer not
+        same = not has_time_step_limits(model)  # they hold for prompts and not for answers
+        return RecurrentKVCache(model.config, reuse=same)
 
     def refresh(self, everything: bool = False) -> ModelChange:
         return self.model.refresh(everything)

@@ -56,7 +56,7 @@ class DraftedGroup:
         values, ends = find_chains(self.candidates.nodes, gains, len(self.members), longest)
         found = []
         for i, member in enumerate(self.members):
-            length = int((ends[i] >= 0).sum())
+            length = min(int((ends[i] >= 0).sum()), member.request.speculation.max_rows + 1)
             pending, limit = step.lengths[member.place], int(limits[i])
             found.append(Chains(member.place, pending, limit, kind, values[i, :length], ends[i, :length]))
         return found

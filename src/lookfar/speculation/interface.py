@@ -94,6 +94,9 @@ class Batch(Protocol):
     def requests(self) -> Seq[SpeculatedRequest]: ...
     @property
     def chunks(self) -> Seq[int]: ...
+    def catch_up(self) -> None:
+        """Restrict the step to requests that have tokens to feed again, the same number for each."""
+
     @property
     def is_first_pass(self) -> bool:
         """Whether transformers runs the step, which takes no draft tokens."""

@@ -61,8 +61,10 @@ class Speculator:
     def plan(self, batch: Batch, limits: RunnerLimits) -> StepPlan:
         """Plan the next forward pass of a batch."""
         self._learn_rate(batch.started)
-        requests = batch.requests
         self._step = step = self._decide(batch)
+        if limits.recurrent and not step.prefills and not step.speculates:
+            batch.catch_up()
+        requests = batch.requests
         if any(request.num_pending > 1 for request in requests):
             # Captured steps compute the logits of all rows. Elsewhere those of prompt rows take time from every request
             sharing = 1 if limits.captured else len(requests)
