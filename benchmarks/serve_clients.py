@@ -34,12 +34,13 @@ class Answer:
 
 
 def mixed_messages(data: Path | None, count: int, skip: int = 0) -> list[str]:
-    """Return different messages: of several suites if there is a directory of them, made up otherwise."""
+    """Return different messages: of the suites in a directory, made up if there is none."""
     if data is None:
         made = [question.format(thing) for thing in THINGS for question in QUESTIONS]
         return [made[i % len(made)] + " " * (i // len(made)) for i in range(skip, skip + count)]
-    each = -(-(skip + count) // len(SUITES))
-    suites = [read_suite(name, data, each) for name in SUITES]
+    names = [name for name in SUITES if (data / f"{name}.jsonl").exists()] or SUITES
+    each = -(-(skip + count) // len(names))
+    suites = [read_suite(name, data, each) for name in names]
     texts = [suite[i].text for i in range(each) for suite in suites if i < len(suite)]
     return texts[skip : skip + count]
 
