@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -107,6 +108,8 @@ def serve(
         cors_origins=tuple(cors or ()),
     )
     set_up_logs(log.value)
+    say = getLogger("lookfar.server").info
+    say("Loading %s", model)
     chosen = options.strategies(strategy, settings), options.rows(budget)
     lm = _load(
         model, options.ModelOptions(device, dtype, max_length, None, pack, compile, exact), max_batch, prefill_chunk
@@ -114,6 +117,7 @@ def serve(
     _speculate(lm, *chosen)
     lm.remember = remember
     if warmup:
+        say("Warming up")
         lm.warmup(sampling=True)
     serve_forever(lm, config, known, (host, port))
 
