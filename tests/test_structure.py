@@ -23,7 +23,7 @@ LAYERS = (
     ("drafters", "runners"),
     ("speculation",),
     ("engine",),
-    ("streams", "profiles", "options"),
+    ("streams", "profiles", "options", "sharing"),
     ("lm",),
     ("loading",),
     ("integrations", "explain", "bench", "testing"),

@@ -31,6 +31,7 @@ def chat(
     settings: options.Settings = None,
     budget: options.Budget = None,
     store: options.StoreFile = None,
+    share: options.Share = None,
     pack: options.Pack = None,
     compile: options.Compile = False,
     exact: options.Exact = None,
@@ -48,7 +49,8 @@ def chat(
     """Talk with MODEL. Ctrl-C stops an answer, /help shows the commands, Ctrl-D or /exit ends it."""
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     sampling = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
-    lm = options.load_model(model, options.ModelOptions(device, dtype, max_length, store, pack, compile, exact))
+    how = options.ModelOptions(device, dtype, max_length, store, pack, compile, exact, share)
+    lm = options.load_model(model, how)
     lm.chat_ids([{"role": "user", "content": "Hi"}])  # fails now if the model has no chat template
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  arrow keys and history while typing
