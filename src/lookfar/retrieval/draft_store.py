@@ -146,6 +146,11 @@ class DraftStore:
         with self._lock:
             return followed.find(texts, wanted, self.index)
 
+    def find_new(self, followed: FollowedTexts, new: Seq[Int32s], wanted: Int32s) -> Matches:
+        """Do the same for texts of which only the new tokens are given (`FollowedTexts.find_new`)."""
+        with self._lock:
+            return followed.find_new(new, wanted, self.index)
+
     def branches(
         self, suffix: Int32s, weight: float, own: CountedTrie, own_weight: float, limits: tuple[int, int]
     ) -> tuple[Int32s, Int32s, Int32s, Floats]:

@@ -1,0 +1,102 @@
+"""Draft chains from tokens alone, for engines that show neither logits nor requests.
+
+The sources are those of the suffix drafter: the request's own text and the draft store. The acceptance model estimates
+how likely each token is, learns from what followed, and decides how long a chain is worth being.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from lookfar.core.arrays import Floats, Int32s, Ints
+from lookfar.drafters.suffix import CHAINED_LENGTHS, SuffixDrafter, as_proposal
+from lookfar.retrieval.draft_store import DraftStore
+from lookfar.retrieval.recycle_table import NO_RECYCLING
+from lookfar.retrieval.suffix_index import FollowedTexts, SuffixIndex
+from lookfar.speculation.acceptance import AcceptanceModel
+from lookfar.speculation.chain_builder import DraftChains, build_chains
+from lookfar.speculation.proposals import no_runner_ups
+from lookfar.speculation.tree_builder import (
+    BEFORE,
+    LAST,
+    MAX_DEPTH,
+    PLACE,
+    BuildInputs,
+    DraftArrays,
+    NoiseArrays,
+    RootArrays,
+)
+
+BRANCHES = 16  # places in each text that are copied from
+
+
+class ChainProposer:
+    """Proposes one chain of at most `longest` tokens for each text of a batch.
+
+    A chain ends before the token that makes it less likely than `min_probability` to be accepted as a whole.
+    """
+
+    def __init__(self, vocab_size: int, store: DraftStore, longest: int, min_probability: float) -> None:
+        self.vocab_size = vocab_size
+        self.store = store
+        self.longest = longest
+        self.min_probability = min_probability
+        self.acceptance = AcceptanceModel(SuffixDrafter.source_names)
+        self._last: DraftChains | None = None
+
+    def new_text(self, max_length: int) -> SuffixIndex:
+        """Return an empty text for `propose`."""
+        return SuffixIndex(max_length + 1, CHAINED_LENGTHS)
+
+    def propose(self, texts: Seq[SuffixIndex], new: Seq[Int32s], limits: Int32s) -> Int32s:
+        """Append new tokens to each text and propose what follows, at most `limits` tokens.
+
+        Returns [texts, longest], -1 behind the end of each chain.
+        """
+        depths = np.minimum(limits, self.longest).astype(np.int32)
+        wanted = np.stack([np.full(len(texts), BRANCHES, np.int32), np.maximum(depths, 1)], 1)
+        found = as_proposal(self.store.find_new(FollowedTexts(texts), new, wanted))
+        drafts = DraftArrays(found.drafts, found.scores, found.weights, found.sources, found.owners)
+        about: Int32s = np.empty((len(texts), 4), np.int32)
+        for i, text in enumerate(texts):
+            about[i, LAST] = text.text[-1]
+            about[i, BEFORE] = text.text[-2] if text.size > 1 else -1
+        about[:, MAX_DEPTH], about[:, PLACE] = depths, np.arange(len(texts))
+        roots = RootArrays(about, *no_runner_ups(len(texts)), np.ones(len(texts), np.float32))
+        inputs = BuildInputs(drafts, roots, NoiseArrays.unknown(len(texts)), NO_RECYCLING, self.acceptance)
+        chains = build_chains(inputs, self.longest, self.min_probability / 2, self.vocab_size)
+        likely = self.acceptance.calibration.apply(chains.scores.reshape(-1)).reshape(chains.scores.shape)
+        chains.tokens[np.logical_or.accumulate(likely < self.min_probability, axis=1)] = -1
+        self._last = chains
+        return chains.tokens
+
+    def learn(self, emitted: Seq[Seq[int]]) -> Ints:
+        """Learn from the tokens that followed the texts of the last proposal, in its order; empty if they are unknown.
+
+        Returns how many tokens of each chain were right.
+        """
+        chains, self._last = self._last, None
+        if chains is None or len(emitted) != len(chains.tokens):
+            return np.zeros(len(emitted), np.int64)
+        starts: Int32s = np.zeros(len(emitted) + 1, np.int32)
+        np.cumsum([len(tokens) for tokens in emitted], out=starts[1:])
+        flat = np.array([token for tokens in emitted for token in tokens], np.int32)
+        chains.learn(flat, starts, self.acceptance)
+        return self._calibrate(chains, flat, starts)
+
+    def _calibrate(self, chains: DraftChains, emitted: Int32s, starts: Int32s) -> Ints:
+        """Compare chains with what followed."""
+        counts = np.diff(starts)
+        followed: Int32s = np.full(chains.tokens.shape, -2, np.int32)
+        at = np.arange(self.longest)
+        rows, places = np.nonzero(at < counts[:, None])
+        followed[rows, places] = emitted[starts[rows] + places]
+        right: Ints = np.logical_and.accumulate(followed == chains.tokens, axis=1).sum(1)
+        known = (chains.tokens >= 0) & (counts[:, None] > 0)
+        number = np.cumsum(known.reshape(-1)).reshape(known.shape) - 1
+        scores: Floats = chains.scores[known]
+        accepted = number[known & (at < right[:, None])].astype(np.int32)
+        self.acceptance.calibration.learn(scores, accepted)
+        return right
