@@ -5,8 +5,9 @@
 
 Texts are decoded once, greedily, with the demo model. The replay hands their tokens to a proposer as vLLM would: rows
 of one array, a draft for each row, and then the accepted tokens and the next one. Compared with copying after the
-longest n-gram that occurred before (n from 4 to 2; `ngram` in vLLM). *Cold* starts without a store; *warm* is a second
-pass with the texts of the first. Also measures the time of a call for batches of several sizes. Prints one JSON line.
+longest n-gram that occurred before, as vLLM's `ngram` does, with n from 4 to 2 and from 3 to 1. *Cold* starts without
+a store; *warm* is a second pass with the texts of the first. Also measures the time of a call for batches of several
+sizes. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -123,7 +124,12 @@ def compare(
     for suite, found in texts.items():
         ours = Proposer(vllm_config(longest, **settings))
         ours.load_model(None)
-        passes = (("ngram", NGram(longest)), ("lookfar, cold", ours), ("lookfar, warm", ours))
+        passes = (
+            ("ngram 4 to 2", NGram(longest)),
+            ("ngram 3 to 1", NGram(longest, 3, 1)),
+            ("lookfar, cold", ours),
+            ("lookfar, warm", ours),
+        )
         for name, proposer in passes:
             replay = Replay(proposer, batch, longest)
             replay.run(found)
@@ -172,7 +178,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=112)
     parser.add_argument("--draft", type=int, default=5, help="the most draft tokens (K)")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--min-probability", type=float, default=0.1)
+    parser.add_argument("--min-probability", type=float, default=0.05)
     options = parser.parse_args()
     path = options.record or options.texts
     if path is None:

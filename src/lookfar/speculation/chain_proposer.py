@@ -1,7 +1,8 @@
 """Draft chains from tokens alone, for engines that show neither logits nor requests.
 
-The sources are those of the suffix drafter: the request's own text and the draft store. The acceptance model estimates
-how likely each token is, learns from what followed, and decides how long a chain is worth being.
+The sources are those of the suffix drafter, the request's own text and the draft store, and a pool of the pairs and
+triples of tokens that any request emitted last, in the arrays of a recycle table. The acceptance model estimates how
+likely each token is, learns from what followed, and decides how long a chain is worth being.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s, Ints
+from lookfar.core.jit import jit
 from lookfar.drafters.suffix import CHAINED_LENGTHS, SuffixDrafter, as_proposal
 from lookfar.retrieval.draft_store import DraftStore
-from lookfar.retrieval.recycle_table import NO_RECYCLING
-from lookfar.retrieval.suffix_index import FollowedTexts, SuffixIndex
+from lookfar.retrieval.recycle_table import NO_RECYCLING, RecycleTable, store_prediction
+from lookfar.retrieval.sources import PAIRS
+from lookfar.retrieval.suffix_index import FollowedTexts, SuffixIndex, tail_of
 from lookfar.speculation.acceptance import AcceptanceModel
 from lookfar.speculation.chain_builder import DraftChains, build_chains
 from lookfar.speculation.proposals import no_runner_ups
@@ -29,35 +32,43 @@ from lookfar.speculation.tree_builder import (
     RootArrays,
 )
 
+MIN_PROBABILITY = 0.05
 BRANCHES = 16  # places in each text that are copied from
 
 
 class ChainProposer:
     """Proposes one chain of at most `longest` tokens for each text of a batch.
 
-    A chain ends before the token that makes it less likely than `min_probability` to be accepted as a whole.
+    A chain ends before the token that makes it less likely than `min_probability` to be accepted as a whole. With
+    `remember`, requests draft from what others have emitted.
     """
 
-    def __init__(self, vocab_size: int, store: DraftStore, longest: int, min_probability: float) -> None:
-        self.vocab_size = vocab_size
+    def __init__(
+        self, store: DraftStore, longest: int, min_probability: float = MIN_PROBABILITY, remember: bool = True
+    ) -> None:
         self.store = store
         self.longest = longest
         self.min_probability = min_probability
         self.acceptance = AcceptanceModel(SuffixDrafter.source_names)
+        self.pool = RecycleTable(store.vocab_size, PAIRS) if remember else NO_RECYCLING
         self._last: DraftChains | None = None
 
     def new_text(self, max_length: int) -> SuffixIndex:
         """Return an empty text for `propose`."""
         return SuffixIndex(max_length + 1, CHAINED_LENGTHS)
 
-    def propose(self, texts: Seq[SuffixIndex], new: Seq[Int32s], limits: Int32s) -> Int32s:
+    def propose(self, texts: Seq[SuffixIndex], new: Seq[Int32s], emitted: Int32s, limits: Int32s) -> Int32s:
         """Append new tokens to each text and propose what follows, at most `limits` tokens.
 
-        Returns [texts, longest], -1 behind the end of each chain.
+        The model emitted the last `emitted` of the new tokens. Returns [texts, longest], -1 behind the end of each
+        chain.
         """
         depths = np.minimum(limits, self.longest).astype(np.int32)
         wanted = np.stack([np.full(len(texts), BRANCHES, np.int32), np.maximum(depths, 1)], 1)
-        found = as_proposal(self.store.find_new(FollowedTexts(texts), new, wanted))
+        followed = FollowedTexts(texts)
+        found = as_proposal(self.store.find_new(followed, new, wanted))
+        if self.pool is not NO_RECYCLING:
+            learn_followers(tuple(self.pool.arrays), followed.addresses, emitted)
         drafts = DraftArrays(found.drafts, found.scores, found.weights, found.sources, found.owners)
         about: Int32s = np.empty((len(texts), 4), np.int32)
         for i, text in enumerate(texts):
@@ -65,8 +76,8 @@ class ChainProposer:
             about[i, BEFORE] = text.text[-2] if text.size > 1 else -1
         about[:, MAX_DEPTH], about[:, PLACE] = depths, np.arange(len(texts))
         roots = RootArrays(about, *no_runner_ups(len(texts)), np.ones(len(texts), np.float32))
-        inputs = BuildInputs(drafts, roots, NoiseArrays.unknown(len(texts)), NO_RECYCLING, self.acceptance)
-        chains = build_chains(inputs, self.longest, self.min_probability / 2, self.vocab_size)
+        inputs = BuildInputs(drafts, roots, NoiseArrays.unknown(len(texts)), self.pool, self.acceptance)
+        chains = build_chains(inputs, self.longest, self.min_probability / 2, self.store.vocab_size)
         likely = self.acceptance.calibration.apply(chains.scores.reshape(-1)).reshape(chains.scores.shape)
         chains.tokens[np.logical_or.accumulate(likely < self.min_probability, axis=1)] = -1
         self._last = chains
@@ -100,3 +111,15 @@ class ChainProposer:
         accepted = number[known & (at < right[:, None])].astype(np.int32)
         self.acceptance.calibration.learn(scores, accepted)
         return right
+
+
+@jit
+def learn_followers(arrays, addresses, counts):  # type: ignore[no-untyped-def]
+    """Store each of the last tokens of several texts as the prediction after the token and the pair before it."""
+    ids, logits = np.empty((1, 1), np.int32), np.zeros((1, 1), np.float32)
+    for i in range(len(addresses)):
+        tail = tail_of(addresses[i])
+        for place in range(max(len(tail) - counts[i], 1), len(tail)):
+            ids[0, 0] = tail[place]
+            before = tail[place - 2] if place > 1 else -1
+            store_prediction(arrays, before, tail[place - 1], (ids, logits), 0)

@@ -75,7 +75,7 @@ class Proposer:
 
     def _begin(self) -> None:
         """Start without any texts of requests."""
-        self.chains = ChainProposer(self.store.vocab_size, self.store, self._longest, self.settings.min_probability)
+        self.chains = ChainProposer(self.store, self._longest, self.settings.min_probability, self.settings.remember)
         self.texts = RowTexts(lambda: self.chains.new_text(self.max_length), self._finish)
         self._proposed: list[tuple[RowText, int]] = []  # of the last call: texts, and the length of their chains
 
@@ -136,7 +136,8 @@ class Proposer:
         self._learn({id(text): sampled[i] for text, i in zip(matched, places, strict=True)})
         new = [row[text.index.size :].astype(np.int32) for text, row in zip(matched, rows, strict=True)]
         limits = np.array([self.max_length - sizes[i] for i in places], np.int32)
-        found = self.chains.propose([text.index for text in matched], new, limits)
+        emitted = np.array([len(sampled[i]) for i in places], np.int32)
+        found = self.chains.propose([text.index for text in matched], new, emitted, limits)
         counts = (found >= 0).sum(1).tolist()
         for i, draft, count in zip(places, found.tolist(), counts, strict=True):
             drafts[i] = draft[:count]

@@ -7,13 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lookfar.errors import ConfigError
+from lookfar.speculation.chain_proposer import MIN_PROBABILITY
 
 
 @dataclass(frozen=True)
 class ProposerSettings:
     """What `additional_config["lookfar"]` may hold."""
 
-    min_probability: float = 0.1  # a chain ends where it is less likely than this to be accepted
+    min_probability: float = MIN_PROBABILITY  # a chain ends where it is less likely than this to be accepted
     remember: bool = True  # whether answers are kept for drafting later ones
     store: str | None = None  # a file of past texts to draft from
     share: str | None = None  # the URL of a Redis or Valkey server through which engines share what they learn

@@ -20,7 +20,7 @@ class RequestIds:
     def give_request_ids(self) -> bool:
         """Show the ids of the batch to the proposer; returns whether there is one in this worker."""
         runner = self.model_runner
-        drafter = getattr(runner, "drafter", None)
+        drafter: Any = getattr(runner, "drafter", None)
         if not hasattr(drafter, "request_ids"):
             return False
 
