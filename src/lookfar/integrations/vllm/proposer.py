@@ -109,7 +109,7 @@ class Proposer:
         start = perf_counter()
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         try:
-            self._propose(drafts, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+            self._propose(drafts, sampled_token_ids, np.asarray(num_tokens_no_spec), np.asarray(token_ids_cpu))
         except Exception:  # the engine can do without drafts
             if not self.counts.failures:
                 log.exception("lookfar cannot draft; the engine goes on without drafts")
@@ -135,7 +135,7 @@ class Proposer:
         matched = self.texts.match((keys[i], row, len(sampled[i])) for i, row in zip(places, rows, strict=True))
         self._learn({id(text): sampled[i] for text, i in zip(matched, places, strict=True)})
         new = [row[text.index.size :].astype(np.int32) for text, row in zip(matched, rows, strict=True)]
-        limits = np.array([self.max_length - sizes[i] for i in places], np.int32)
+        limits = np.array([self.max_length - sizes[i] - 1 for i in places], np.int32)  # one is for the next token
         emitted = np.array([len(sampled[i]) for i in places], np.int32)
         found = self.chains.propose([text.index for text in matched], new, emitted, limits)
         counts = (found >= 0).sum(1).tolist()

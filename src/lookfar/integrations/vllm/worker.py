@@ -21,6 +21,7 @@ class RequestIds:
         """Show the ids of the batch to the proposer; returns whether there is one in this worker."""
         runner = self.model_runner
         drafter: Any = getattr(runner, "drafter", None)
+        drafter = getattr(drafter, "user_proposer", drafter)  # some versions wrap the class
         if not hasattr(drafter, "request_ids"):
             return False
 
