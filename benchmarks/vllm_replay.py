@@ -5,16 +5,19 @@
 
 Texts are decoded once, greedily, with the demo model. The replay hands their tokens to a proposer as vLLM would: rows
 of one array, a draft for each row, and then the accepted tokens and the next one. Compared with copying after the
-longest n-gram that occurred before, as vLLM's `ngram` does, with n from 4 to 2 and from 3 to 1. *Cold* starts without
-a store; *warm* is a second pass with the texts of the first. Also measures the time of a call for batches of several
-sizes. Prints one JSON line.
+longest n-gram that occurred before, as vLLM's `ngram` does, with n from 4 to 2 and from 3 to 1; and with vLLM's
+`suffix` at its default settings, if the package arctic-inference is installed (its part `suffix_decoding` suffices).
+*Cold* starts without a store; *warm* is a second pass with the texts of the first. Also measures the time of a call for
+batches of several sizes. Prints one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence as Seq
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -24,6 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+numbers = itertools.count()  # of requests
 SUITES = ("mt_bench", "gsm8k", "edit_eval", "humaneval", "xsum", "dolly")
 Text = tuple[list[int], list[int]]  # prompt and output
 
@@ -50,6 +54,32 @@ class NGram:
         return []
 
 
+class ArcticSuffix:
+    """What vLLM's `suffix` method does with the suffix trees of arctic-inference; it knows the ids of requests."""
+
+    def __init__(self, longest: int, depth: int = 24, factor: float = 1.0, least: float = 0.1) -> None:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+        self.longest, self.depth = longest, depth
+        self.limits = {"max_spec_tokens": longest, "max_spec_factor": factor, "min_token_prob": least}
+        self.cache = SuffixDecodingCache(max_tree_depth=depth, max_cached_requests=10_000)
+        self.ids: list[int] = []  # of the requests in the rows
+
+    def propose(self, sampled: Any, lengths: Any, tokens: Any) -> list[list[int]]:
+        drafts = []
+        for i, new in enumerate(sampled):
+            request, end = self.ids[i], int(lengths[i])
+            if request not in self.cache.active_requests:
+                self.cache.start_request(request, tokens[i, : end - len(new)])
+            self.cache.add_active_response(request, new)
+            drafts.append(
+                self.cache.speculate(request, tokens[i, max(0, end - self.depth) : end], **self.limits).token_ids
+            )
+        for request in list(self.cache.active_requests - set(self.ids)):
+            self.cache.stop_request(request)
+        return drafts
+
+
 def vllm_config(longest: int, vocab_size: int = 49_152, max_model_len: int = 2048, **settings: Any) -> Any:
     """Return the parts of vLLM's configuration that the proposer reads."""
     return SimpleNamespace(
@@ -69,6 +99,7 @@ class Replay:
         self.proposer, self.batch, self.longest = proposer, batch, longest
         self.steps = self.tokens = self.drafted = 0
         self.seconds: list[float] = []
+        self.ids: list[int] = []  # of the requests in the rows
 
     def run(self, texts: Seq[Text]) -> None:
         waiting = list(texts)
@@ -83,8 +114,11 @@ class Replay:
                 place = len(running)
                 rows[place, : len(prompt)], lengths[place] = prompt, len(prompt)
                 running.append((prompt, output))
+                self.ids.append(next(numbers))
                 drafts.append([])
             sampled = [self._step(rows, lengths, i, *running[i], drafts[i]) for i in range(len(running))]
+            if isinstance(self.proposer, ArcticSuffix):
+                self.proposer.ids = list(self.ids)
             start = perf_counter()
             drafts = self.proposer.propose(sampled, lengths, rows)
             self.seconds.append(perf_counter() - start)
@@ -94,6 +128,8 @@ class Replay:
                     last = len(running) - 1
                     rows[i], lengths[i] = rows[last], lengths[last]
                     running[i], drafts[i] = running[last], drafts[last]
+                    self.ids[i] = self.ids[last]
+                    self.ids.pop()
                     running.pop()
                     drafts.pop()
 
@@ -124,12 +160,11 @@ def compare(
     for suite, found in texts.items():
         ours = Proposer(vllm_config(longest, **settings))
         ours.load_model(None)
-        passes = (
-            ("ngram 4 to 2", NGram(longest)),
-            ("ngram 3 to 1", NGram(longest, 3, 1)),
-            ("lookfar, cold", ours),
-            ("lookfar, warm", ours),
-        )
+        passes: list[tuple[str, Any]] = [("ngram 4 to 2", NGram(longest)), ("ngram 3 to 1", NGram(longest, 3, 1))]
+        if find_spec("arctic_inference"):
+            suffix = ArcticSuffix(longest)
+            passes += [("suffix, cold", suffix), ("suffix, warm", suffix)]
+        passes += [("lookfar, cold", ours), ("lookfar, warm", ours)]
         for name, proposer in passes:
             replay = Replay(proposer, batch, longest)
             replay.run(found)
@@ -145,12 +180,16 @@ def time_calls(texts: Seq[Text], longest: int) -> dict[str, float]:
 
     report = {}
     for batch in (1, 16, 64):
-        proposer = Proposer(vllm_config(longest))
-        proposer.load_model(None)
-        replay = Replay(proposer, batch, longest)
-        replay.run([texts[i % len(texts)] for i in range(max(batch, 8))])
-        report[str(batch)] = 1e6 * float(np.median(replay.seconds[: len(replay.seconds) // 2]))
-        assert not proposer.counts.failures
+        ours = Proposer(vllm_config(longest))
+        ours.load_model(None)
+        for name, proposer in (
+            ("lookfar", ours),
+            *((("suffix", ArcticSuffix(longest)),) if find_spec("arctic_inference") else ()),
+        ):
+            replay = Replay(proposer, batch, longest)
+            replay.run([texts[i % len(texts)] for i in range(max(batch, 8))])
+            report[f"{name}, batch {batch}"] = 1e6 * float(np.median(replay.seconds[: len(replay.seconds) // 2]))
+        assert not ours.counts.failures
     return report
 
 

@@ -1,8 +1,8 @@
 """Draft chains from tokens alone, for engines that show neither logits nor requests.
 
-The sources are those of the suffix drafter, the request's own text and the draft store, and a pool of the pairs and
-triples of tokens that any request emitted last, in the arrays of a recycle table. The acceptance model estimates how
-likely each token is, learns from what followed, and decides how long a chain is worth being.
+The sources are those of the suffix drafter, the request's own text and the draft store, and a pool: counts of the
+tokens that followed each token and pair in the output of any request, in the arrays of a recycle table. The acceptance
+model estimates how likely each token is, learns from what followed, and decides how long a chain is worth being.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.jit import jit
 from lookfar.drafters.suffix import CHAINED_LENGTHS, SuffixDrafter, as_proposal
 from lookfar.retrieval.draft_store import DraftStore
-from lookfar.retrieval.recycle_table import NO_RECYCLING, RecycleTable, store_prediction
+from lookfar.retrieval.recycle_table import NO_RECYCLING, RecycleTable, pair_slot
 from lookfar.retrieval.sources import PAIRS
 from lookfar.retrieval.suffix_index import FollowedTexts, SuffixIndex, tail_of
 from lookfar.speculation.acceptance import AcceptanceModel
@@ -33,6 +33,7 @@ from lookfar.speculation.tree_builder import (
 )
 
 MIN_PROBABILITY = 0.05
+FOLLOWERS = 8  # that the pool keeps for each token and pair
 BRANCHES = 16  # places in each text that are copied from
 
 
@@ -115,11 +116,36 @@ class ChainProposer:
 
 @jit
 def learn_followers(arrays, addresses, counts):  # type: ignore[no-untyped-def]
-    """Store each of the last tokens of several texts as the prediction after the token and the pair before it."""
-    ids, logits = np.empty((1, 1), np.int32), np.zeros((1, 1), np.float32)
+    """Count the last tokens of several texts as followers of the token and of the pair before them."""
+    token_ids, token_logits, pair_keys, pair_ids, pair_logits = arrays
     for i in range(len(addresses)):
         tail = tail_of(addresses[i])
         for place in range(max(len(tail) - counts[i], 1), len(tail)):
-            ids[0, 0] = tail[place]
-            before = tail[place - 2] if place > 1 else -1
-            store_prediction(arrays, before, tail[place - 1], (ids, logits), 0)
+            token, follower = tail[place - 1], tail[place]
+            if follower < 0 or not 0 <= token < len(token_ids):
+                continue
+            count_follower(token_ids[token], token_logits[token], follower)
+            if place > 1 and tail[place - 2] >= 0:
+                key = (np.int64(tail[place - 2]) << 32) | token
+                slot = pair_slot(tail[place - 2], token, len(pair_keys))
+                if pair_keys[slot] != key:
+                    pair_keys[slot] = key
+                    pair_ids[slot] = -1
+                count_follower(pair_ids[slot], pair_logits[slot], follower)
+
+
+@jit
+def count_follower(ids, logits, follower):  # type: ignore[no-untyped-def]
+    """Count a follower in a row of a table: most frequent first, then latest; a logit is the logarithm of a count.
+
+    In a full row a new follower takes the place of the last one.
+    """
+    place, last = 0, min(len(ids), FOLLOWERS) - 1
+    while place < last and ids[place] >= 0 and ids[place] != follower:
+        place += 1
+    count = np.exp(logits[place]) + np.float32(1.0) if ids[place] == follower else np.float32(1.0)
+    logit = np.log(count)
+    while place > 0 and logits[place - 1] <= logit:
+        ids[place], logits[place] = ids[place - 1], logits[place - 1]
+        place -= 1
+    ids[place], logits[place] = follower, logit
