@@ -337,6 +337,8 @@ def test_tenants_do_not_see_each_other(server: RedisServer) -> None:
             first.attach(DraftStore(VOCAB), wrong)
     with pytest.raises(StoreError, match="shared already"):
         first.attach(DraftStore(VOCAB), "a")
+    with pytest.raises(StoreError, match="shared already"):
+        second.attach(stores[first, "a"], "c")
 
 
 def test_branches_of_the_trie_are_shared(server: RedisServer, llama: PreTrainedModel) -> None:

@@ -83,7 +83,7 @@ class Share:
         """
         shared = SharedNamespace(namespace, store, self._enqueue)
         with self._lock:
-            if any(namespace == other.name or store is other.store for other in self._namespaces):
+            if store.sharing is not None or any(namespace == other.name for other in self._namespaces):
                 raise StoreError(f"The store or the namespace {namespace!r} is shared already: one store for each.")
             self._check_now(shared)
             self._namespaces += (shared,)
