@@ -26,9 +26,9 @@ from rich.table import Table
 import lookfar
 from lookfar.core.arrays import Floats
 from lookfar.core.plan import StepPlan
-from lookfar.engine.costs import MEASURED_LENGTH, measure_steps, tree_plan
+from lookfar.engine.costs import MEASURED_LENGTH, measure_steps, own_cache, tree_plan
 from lookfar.models.binding import BoundModel
-from lookfar.models.self_check import one_slot, taken_slots
+from lookfar.models.self_check import taken_slots
 from lookfar.retrieval.recycle_table import TOP_K
 from lookfar.runners.eager import EagerRunner
 from lookfar.runners.flat import FlatRunner
@@ -62,7 +62,7 @@ def layers(outputs: int, inputs: int, count: int, rows: int) -> dict[str, float]
 def step_costs(lm: lookfar.LM, pack: bool) -> Floats:
     """Return the seconds of a step by its rows."""
     runner = EagerRunner(BoundModel(lm.model, pack=pack))
-    return measure_steps(runner, one_slot(MEASURED_LENGTH), 0).table(64)
+    return measure_steps(runner, own_cache(runner, MEASURED_LENGTH)).table(64)
 
 
 def batch_plan(batch: int, rows: int, vocab_size: int, even: bool) -> StepPlan:

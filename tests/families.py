@@ -58,6 +58,9 @@ SMALL: dict[str, Any] = {
     "n_shared_experts": 1,
     "moe_num_shared_experts": 1,
     "max_window_layers": 0,
+    # chunks of recurrent layers; steps are padded to them
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL_TEXT = {key: SMALL[key] for key in list(SMALL)[:8]} | TOKENS  # what every newer config knows
@@ -75,6 +78,7 @@ LATENT = {
     "num_key_value_heads": 4,
     "num_experts_per_tok": 2,
 }
+INDEXER = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 16}  # many heads: no two scores are equal
 
 # family, or family:variant → what its config needs beside SMALL
 TREES: dict[str, dict[str, Any]] = {
@@ -180,27 +184,86 @@ TREES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": LATENT,
     "longcat_flash": LATENT,
     "minicpm3": LATENT,
+    # sparse indexers, which choose fewer keys than the prompts have
+    "deepseek_v32": LATENT | INDEXER,
+    "glm_moe_dsa": LATENT | INDEXER,
+    "axk2": LATENT | INDEXER,
+    "hy_v4": LATENT | INDEXER,
     # attention sinks
     "gpt_oss": {},
     "mimo_v2_flash": {},
 }
 # Families with attention code of their own, or with a bias by position: they cannot be run in flat steps.
-NOT_FLAT = {"gpt_neox_japanese", "gptj", "codegen", "bloom", "mpt", "falcon:alibi", "falcon"}
+NOT_FLAT = {
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "axk2",
+    "hy_v4",
+    "gpt_neox_japanese",
+    "gptj",
+    "codegen",
+    "bloom",
+    "mpt",
+    "falcon:alibi",
+    "falcon",
+}
 
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_state": 8, "mamba_d_ssm": 64}
+SHORT_CONV = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
+# Recurrent and hybrid models: chains, with state that is put back and tokens that are fed again.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2, "state_size": 8},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "falcon_h1": MAMBA,
+    "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "full_attention"], "shared_intermediate_size": 48},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+    },
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8},
+    "qwen3_next": HYBRID | DELTA,
+    "qwen3_5_text": HYBRID | DELTA,
+    "qwen3_5_moe_text": HYBRID | DELTA,
+    "olmo_hybrid": HYBRID | DELTA,
+    "kimi_linear": HYBRID | LATENT | {"linear_head_dim": 8, "linear_num_heads": 4, "num_experts_per_token": 2},
+    "bailing_hybrid": HYBRID | LATENT,
+    "lfm2": SHORT_CONV,
+    "lfm2_moe": SHORT_CONV | {"num_dense_layers": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    "inkling_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "sliding_window_size": WINDOW,
+        "layer_types": ["hybrid_sliding", "hybrid"],
+        "rel_extent": 16,
+        "d_rel": 4,
+    },
+}
+# Attention only, but without masks or positions of our own: chains, one request in a forward pass.
+CHAINS: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    "roformer": {},
+    "trocr": {},
+}
 FALLBACK: dict[str, dict[str, Any]] = {
     "mamba": {},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
     "falcon_mamba": {},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "use_mamba_kernels": False},
+    "minimax": HYBRID,
+    "doge": {"keep_window_size": WINDOW},
     "rwkv": {},
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
-    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2},
-    "falcon_h1": {},
-    "qwen3_next": HYBRID,
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
-    "doge": {"keep_window_size": WINDOW},
     "moshi": {},
     "openai-gpt": {},
 }
@@ -215,7 +278,7 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) ->
     if family == "falcon":
         del settings["head_dim"]  # derived there
     attention = changes.pop("attention", None)
-    settings |= TOKENS | TREES.get(name, {}) | FALLBACK.get(name, {}) | changes
+    settings |= TOKENS | (TREES | RECURRENT | CHAINS | FALLBACK).get(name, {}) | changes
     return random_model(config_class(**settings), dtype, attention)
 
 
@@ -224,7 +287,11 @@ def random_model(
 ) -> PreTrainedModel:
     """A random model of a config, the same one every time. It never emits a stop token by itself."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return randomise(AutoModelForCausalLM.from_config(config, attn_implementation=attention), dtype)
+
+
+def randomise(model: PreTrainedModel, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """Give a new model random weights that make it depend on its whole text."""
     model = model.to(DEVICE, dtype).eval()
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the faster ones know no float64

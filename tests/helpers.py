@@ -102,6 +102,18 @@ def oracle(texts: list[list[int]]) -> Strategy:
     return Scripted(script)
 
 
+def partly_right(texts: list[list[int]], right: float = 0.7) -> Strategy:
+    """Drafts whose tokens are right with some probability, so that some are accepted in part and some as a whole."""
+
+    def script(ids: Seq[int]) -> list[list[int]]:
+        rest = next((text[len(ids) :] for text in texts if text[: len(ids)] == list(ids)), [])[:6]
+        rng = random.Random(len(ids))
+        drafts = [[t if rng.random() < right else rng.randrange(5, 90) for t in rest] for _ in range(2)]
+        return [draft for draft in drafts if draft]
+
+    return Scripted(script)
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """Wait for something that another thread does."""
     deadline = time.monotonic() + seconds

@@ -8,7 +8,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import transformers
 
+import model_table
 from lookfar.bench.drawings import every
 from lookfar.cli.manual import manual
 
@@ -19,6 +21,14 @@ import tables  # noqa: E402
 
 def test_the_manual_names_every_option() -> None:
     assert (DOCS / "cli.md").read_text() == manual(), "run python -m lookfar.cli.manual > docs/cli.md"
+
+
+@pytest.mark.slow
+def test_the_page_of_models_is_current() -> None:
+    page = (DOCS / "models.md").read_text()
+    if f"transformers {transformers.__version__}." not in page:
+        pytest.skip("the page is of another version of transformers")
+    assert page == model_table.page(), "run python tests/model_table.py > docs/models.md"
 
 
 @pytest.mark.parametrize("name", sorted(every()))

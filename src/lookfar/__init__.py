@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     )
     from lookfar.integrations.transformers.loop import accelerate, generate, restore
     from lookfar.integrations.transformers.state import last_stats, refresh
-    from lookfar.lm import LM, Completion
+    from lookfar.lm import LM
     from lookfar.loading import load
     from lookfar.retrieval.draft_store import DraftStore
     from lookfar.sampling.grammar import constrain
     from lookfar.sharing.share import Share
-    from lookfar.streams import Chunk, Stream
+    from lookfar.streams import Chunk, Completion, Stream
 
 # Where each public name is defined. Names are imported on first use, so that `lookfar --help` does not wait for torch.
 _MODULES = {
-    "lm": ("LM", "Completion"),
-    "streams": ("Chunk", "Stream"),
+    "lm": ("LM",),
+    "streams": ("Chunk", "Completion", "Stream"),
     "loading": ("load",),
     "engine.outputs": ("StepOutput",),
     "engine.stats": ("Stats",),

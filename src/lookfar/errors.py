@@ -25,6 +25,10 @@ class ModelError(LookfarError):
     """A model cannot be found, read or decoded."""
 
 
+class FirstPassError(ModelError):
+    """What transformers computes for a prompt cannot be continued step by step."""
+
+
 class DemoError(ModelError):
     """The demo model cannot be downloaded or converted."""
 

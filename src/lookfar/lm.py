@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lookfar.drafters.base import Strategy
 from lookfar.drafters.grammar import forced_text
@@ -18,15 +18,15 @@ from lookfar.engine.driver import Driver
 from lookfar.engine.engine import Engine, EngineConfig
 from lookfar.engine.fallback import FallbackStream, decode_with_transformers
 from lookfar.engine.outputs import RequestResult, StepOutput
-from lookfar.engine.request import FinishReason, KVOptions, Request
-from lookfar.engine.stats import Stats
+from lookfar.engine.request import KVOptions, Request
 from lookfar.engine.warmup import example_prompt, warm_up
 from lookfar.errors import LookfarWarning, ModelError, RequestError
+from lookfar.inputs import PromptReader
 from lookfar.models.binding import BoundModel
 from lookfar.models.hooks import has_position_hooks
-from lookfar.models.self_check import verifies_trees
+from lookfar.models.self_check import why_not_verified
 from lookfar.options import GenerateOptions, GenerationArguments
-from lookfar.prompts import Messages, Prompt, as_prompts, chat_text, encode, ids_of
+from lookfar.prompts import Messages, Prompt
 from lookfar.retrieval.draft_store import DraftStore
 from lookfar.runners import create_runner
 from lookfar.sampling.argument_checks import checked_generator
@@ -35,7 +35,7 @@ from lookfar.sampling.params import GenerationRules, PromptRow, generation_rules
 from lookfar.sampling.sampler import SamplingParams
 from lookfar.speculation.draft_state import DraftState
 from lookfar.speculation.row_budget import Budget, check_budget, default_budget
-from lookfar.streams import OutputSource, Stream, noise_of
+from lookfar.streams import Completion, OutputSource, Stream, noise_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,18 +44,8 @@ TokenIds = list[int] | tuple[int, ...] | range
 OnStep = Callable[[StepOutput], None]  # called after each step of a request that emitted tokens
 
 
-@dataclass(frozen=True)
-class Completion:
-    """The answer to one prompt."""
-
-    text: str  # without special tokens; empty when there is no tokenizer
-    token_ids: list[int]  # as `model.generate` returns them, the stop token included
-    finish_reason: FinishReason  # "stop" at a stop token, stop string or criterion, "length" at max_new_tokens
-    stats: Stats
-
-
 class LM:
-    """A causal language model that decodes in fewer steps and returns what `model.generate` returns.
+    """A language model that decodes in fewer steps and returns what `model.generate` returns.
 
     `strategy` is "auto" by default: every source of drafts that pays, with as many rows a step as were measured to pay
     on this machine (`budget="auto"`). `pack` keeps a packed copy of the linear weights for faster steps; by default on
@@ -70,7 +60,7 @@ class LM:
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         *,
         strategy: StrategySpec = "auto",
         budget: Budget = None,
@@ -89,15 +79,16 @@ class LM:
                 f"LM takes a transformers model, not {type(model).__name__}: use lookfar.load for names and paths."
             )
         self.model = model.eval()
-        self.tokenizer = tokenizer
+        self.processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
+        self.tokenizer: PreTrainedTokenizerBase | None = getattr(tokenizer, "tokenizer", tokenizer)
         self.strategy = parse_strategy(strategy)
         check_budget(budget)
         self.budget = budget
         self.remember = remember
         config = EngineConfig(max_batch, max_length, prefill_chunk)
         bound = BoundModel(model, pack=pack)
-        if bound.support.trees and not _is_stock(model) and not verifies_trees(bound):
-            bound.refuse("its code does not follow the mask, positions and cache it is given")
+        if reason := why_not_verified(bound):
+            bound.refuse(reason)
         state = self.new_draft_state(bound.vocab_size)
         if store is not None:
             state.store.load(store)
@@ -147,7 +138,7 @@ class LM:
         prompt included (1,024); with `sampling`, sampled ones too. Outputs, draft state and random generators stay as
         they are. Requests of other threads run in between. What is done already is not done again.
         """
-        if self.engine.runner.model.support.reason or self.why_call_falls_back():
+        if not self.engine.runner.model.support.drafts or self.why_call_falls_back():
             return
         ids, kinds = example_prompt(self.engine), (False, True) if sampling else (False,)
         examples = [self.requests(ids, max_new_tokens=len(ids), do_sample=kind, seed=0)[0][0] for kind in kinds]
@@ -171,7 +162,8 @@ class LM:
     def generate(self, prompt: Any, *, on_step: OnStep | None = None, **options: Unpack[GenerateOptions]) -> Any:
         """Decode one prompt, or a list of them; greedily, unless an option asks for sampling.
 
-        A prompt is a text or token ids; what a tokenizer returns can be given as it is.
+        A prompt is a text or token ids; what a tokenizer or processor returns can be given as it is, images and audio
+        included. An encoder-decoder model encodes the prompt and decodes from its own first tokens.
 
         Options are those of `requests`: `max_new_tokens`, `strategy`, `seed`, … and every generation argument of
         transformers. `on_step` is called in this thread with the output of each step.
@@ -192,26 +184,33 @@ class LM:
         return Stream(requests, sources, self.tokenizer)
 
     def chat(self, messages: Messages, **options: Unpack[GenerateOptions]) -> Completion:
-        """Answer a conversation, formatted with the tokenizer's chat template. Options as for `generate`."""
-        answer: Completion = self.generate(self.chat_ids(messages), **options)
-        return answer
+        """Answer a conversation in the model's chat template; it may hold images. Options as for `generate`."""
+        answer: Any = self.generate(self.chat_prompt(messages), **options)
+        return answer[0] if isinstance(answer, list) else answer  # type: ignore[no-any-return]
+
+    def chat_prompt(self, messages: Messages) -> Any:
+        """Return a conversation as a prompt for `generate` or `stream`; with a processor, images and audio included."""
+        return self._reader.chat(messages)
 
     def chat_ids(self, messages: Messages) -> list[int]:
         """Return the token ids of a conversation, ready for the model's answer."""
-        return self.template_ids(self.chat_text(messages))
+        return self._reader.template_ids(self.chat_text(messages))
 
     def chat_text(self, messages: Messages) -> str:
         """Return a conversation in the tokenizer's chat template, ready for the model's answer."""
-        return chat_text(messages, self.tokenizer)
+        return self._reader.chat_text(messages)
 
     def template_ids(self, text: str) -> list[int]:
         """Return the token ids of text that a chat template made, which has its own special tokens."""
-        assert self.tokenizer is not None
-        return ids_of(self.tokenizer(text, add_special_tokens=False, verbose=False))
+        return self._reader.template_ids(text)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, checked."""
-        return encode(prompt, self.tokenizer, self.engine.runner.model.vocab_size)
+        return self._reader.encode(prompt)
+
+    @property
+    def _reader(self) -> PromptReader:
+        return PromptReader(self.engine.runner.model, self.tokenizer, self.processor)
 
     def requests(
         self,
@@ -233,7 +232,7 @@ class LM:
         continues its text. `json_schema`, `regex` or `grammar` (Lark) constrain the answer; `presence_penalty` and
         `frequency_penalty` lower tokens that it already holds. All other arguments are those of `model.generate`.
         """
-        prompts, single = as_prompts(prompt)
+        prompts, single = self._reader.read(prompt)
         strategies, rows = self.speculation_for(strategy, budget)
         if max_new_tokens is None and arguments.get("max_length") is None:
             max_new_tokens = 128
@@ -244,11 +243,12 @@ class LM:
         noise: SamplingNoise | None = None
         requests = []
         for i, one in enumerate(prompts):
-            row = PromptRow(self.encode(one), i, len(prompts))
+            row = PromptRow(one.ids, i, len(prompts), one.source)
             rules = generation_rules(self.model, self.tokenizer, row, given)
             if rules.do_sample and noise is None:
                 noise = SamplingNoise(len(prompts), self.device, generator)
-            requests.append(self._request(row, rules, noise, (strategies, rows), reuse))
+            kv = KVOptions(reuse=reuse, first=one.first)
+            requests.append(self._request(row, rules, noise, (strategies, rows), kv))
         return requests, single
 
     def _request(
@@ -257,19 +257,21 @@ class LM:
         rules: GenerationRules,
         noise: SamplingNoise | None,
         speculation: tuple[tuple[Strategy, ...], Budget],
-        reuse: bool,
+        kv: KVOptions,
     ) -> Request:
         strategies, budget = speculation
         request = Request(
-            row.ids,
+            [*row.source, *row.ids],
             rules.max_new_tokens,
             rules.stop_ids,
             strategies + forced_text(rules.processors or ()) if strategies else (),
             budget,
             self.remember,
             rules.criteria,
-            SamplingParams(rules.processors, RandomStream(noise, row.row) if noise is not None else None),
-            KVOptions(reuse=reuse),
+            SamplingParams(
+                rules.processors, RandomStream(noise, row.row) if noise is not None else None, context=row.ids
+            ),
+            kv,
             self.draft_state,
         )
         self.engine.check(request)
@@ -326,12 +328,14 @@ class LM:
 
     def why_request_falls_back(self, request: Request) -> str:
         """Return why transformers has to decode a request; empty if the engine can."""
-        support = self.engine.runner.model.support
+        support, refused = self.engine.runner.model.support, self.engine.runner.model.first_pass_refused
+        if request.kv.first is not None and refused:
+            return refused
         if self.engine.can_speculate(request):
             return ""
-        return support.reason or (
-            f"{request.max_length} tokens reach past {support.tree_limit}, where its rotary scaling sets in"
-        )
+        if not support.drafts:
+            return support.reason
+        return f"{request.max_length} tokens reach past {support.tree_limit}, where its {support.limited_by} sets in"
 
     def _warn(self, reason: str) -> None:
         """Warn once for each reason."""
@@ -344,7 +348,3 @@ class LM:
         output = result.token_ids
         text = self.tokenizer.decode(output, skip_special_tokens=True) if self.tokenizer is not None else ""
         return Completion(str(text), output, result.finish_reason, result.stats)
-
-
-def _is_stock(model: PreTrainedModel) -> bool:
-    return type(model).__module__.startswith("transformers.")

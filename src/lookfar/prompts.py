@@ -59,17 +59,45 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size
     return ids
 
 
-def chat_text(messages: Messages, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Format a conversation with the tokenizer's chat template, ready for the model's answer."""
+def chat_text(messages: Messages, tokenizer: Any, as_parts: bool = False) -> str:
+    """Format a conversation with the chat template of a tokenizer or processor, ready for the model's answer.
+
+    Templates of multimodal models take the content of messages `as_parts`.
+    """
     if tokenizer is None:
         raise RequestError("chat needs a tokenizer: pass one to lookfar.LM(model, tokenizer).")
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("This tokenizer has no chat template: use generate with a plain prompt.")
+    texts = [{**message, "content": _message_text(message)} for message in _checked_messages(messages)]
+    if as_parts:
+        texts = [{**message, "content": _parts(message["content"])} for message in texts]
+    return _checked_text(str(tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False)))
+
+
+def has_media(messages: Messages) -> bool:
+    """Whether a message of a conversation holds images, audio or video."""
+    parts = [part for message in _checked_messages(messages) for part in _parts(message.get("content")) or ()]
+    return any(isinstance(part, Mapping) and part.get("type", "text") != "text" for part in parts)
+
+
+def parts_of(messages: Messages) -> list[dict[str, Any]]:
+    """Return a conversation whose messages hold lists of parts."""
+    return [{**message, "content": _parts(message.get("content"))} for message in _checked_messages(messages)]
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _checked_messages(messages: Messages) -> Messages:
     listed = isinstance(messages, Seq) and not isinstance(messages, str)
     if not listed or not messages or not all(isinstance(message, Mapping) for message in messages):
         raise RequestError(MESSAGE_FORM)
-    texts = [{**message, "content": _message_text(message)} for message in messages]
-    return _checked_text(str(tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False)))
+    for message in messages:
+        content = message.get("content")
+        if "role" not in message or not (isinstance(content, (str, list, tuple)) or "tool_calls" in message):
+            raise RequestError(MESSAGE_FORM)
+    return messages
 
 
 def _message_text(message: Mapping[str, Any]) -> str | None:

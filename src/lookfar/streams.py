@@ -1,4 +1,4 @@
-"""Streams: the answers of a call, one chunk for each step."""
+"""The answers of a call: completions, and streams of one chunk for each step."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ class Chunk:
     index: int  # of the prompt in a list of prompts
     finish_reason: FinishReason | None  # set in the last chunk of an answer
     stats: Stats  # so far
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt."""
+
+    text: str  # without special tokens; empty when there is no tokenizer
+    token_ids: list[int]  # as `model.generate` returns them, the stop token included
+    finish_reason: FinishReason  # "stop" at a stop token, stop string or criterion, "length" at max_new_tokens
+    stats: Stats
 
 
 class OutputSource(Protocol):

@@ -120,7 +120,9 @@ def test_a_whole_run_on_a_tiny_model(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "mamba"}, ["none: decoded by transformers", "cannot be rolled back"]),
+        ({"model_type": "rwkv"}, ["none: decoded by transformers", "cannot be put back"]),
+        ({"model_type": "mamba"}, ["none: decoded by transformers", "single tokens only"]),
+        ({"model_type": "mamba2"}, ["draft chains", "cannot be rolled back", "fed again"]),
         ({"model_type": "gemma2"}, ["draft trees", "sliding window of 4096", "full attention"]),
         ({"model_type": "bloom"}, ["ALiBi bias", "no limit"]),
         ({"model_type": "mpt"}, ["each request in a forward pass of its own"]),
@@ -178,11 +180,11 @@ def test_compare_never_hides_a_difference(
 def test_a_model_of_the_fallback_is_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    model = save("mamba", tmp_path)
+    model = save("rwkv", tmp_path)
     capsys.readouterr()
     assert run(monkeypatch, "generate", "abc", "--model", model, "--max-new-tokens", "3") == 0
     shown = capsys.readouterr().err
-    assert "Note: mamba decodes without speculation: its recurrent state" in shown
+    assert "Note: rwkv decodes without speculation: its recurrent state" in shown
     assert "3 tokens in 3 steps" in shown
 
 

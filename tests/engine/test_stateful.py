@@ -48,19 +48,19 @@ class Failing(LogitsProcessor):
 
 
 @cache
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
+def model(family: str = "llama") -> PreTrainedModel:
+    return tiny_model(family)
 
 
 @cache
-def expected(prompt: int, new: int, sampling: int) -> list[int]:
+def expected(prompt: int, new: int, sampling: int, family: str = "llama") -> list[int]:
     """The tokens of `model.generate` alone."""
-    ids = torch.tensor([PROMPTS[prompt]], device=model().device)
+    ids = torch.tensor([PROMPTS[prompt]], device=model(family).device)
     arguments = dict(SAMPLING[sampling])
     with torch.random.fork_rng():
         torch.manual_seed(arguments.pop("seed", 0))
         options = {"do_sample": bool(arguments), "pad_token_id": 0, **arguments}
-        out = model().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options)
+        out = model(family).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options)
     return out[0, ids.shape[1] :].tolist()
 
 
@@ -94,10 +94,13 @@ request_arguments = {
 class EngineMachine(RuleBasedStateMachine):
     """One engine with three places, stepped by hand."""
 
+    family = "llama"
+
     def __init__(self) -> None:
         super().__init__()
-        self.lm = LM(model(), max_batch=3, prefill_chunk=16)
+        self.lm = LM(model(self.family), max_batch=3, prefill_chunk=16)
         self.engine = self.lm.engine
+        self.engine.find_costs()  # not by steps that fail
         self.live: dict[int, Expectation] = {}
         self.fault: str | None = None  # when the next forward pass fails: before it, or after
         self.launch: Callable[..., Any] = self.engine.runner.launch
@@ -126,7 +129,8 @@ class EngineMachine(RuleBasedStateMachine):
         if request.sampling.random is not None:
             request.sampling.random.noise.start()
         handle = self.engine.add(request)
-        self.live[handle] = Expectation(expected(prompt, new, sampling), processor.error if processor else None)
+        tokens = expected(prompt, new, sampling, self.family)
+        self.live[handle] = Expectation(tokens, processor.error if processor else None)
 
     @rule(times=st.integers(1, 4))
     def step(self, times: int) -> None:
@@ -177,6 +181,12 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.scheduler.is_idle
         assert not self.engine.cache.order
         assert self.engine.step() == []
+
+
+class HybridMachine(EngineMachine):
+    """Recurrent state and attention: state that is put back, tokens that are fed again, states that are paused."""
+
+    family = "qwen3_next"
 
 
 @dataclass
@@ -270,5 +280,7 @@ class DriverMachine(RuleBasedStateMachine):
 
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = SETTINGS
+TestHybrid = HybridMachine.TestCase
+TestHybrid.settings = settings(SETTINGS, max_examples=20)
 TestDriver = DriverMachine.TestCase
 TestDriver.settings = settings(SETTINGS, max_examples=25)

@@ -19,6 +19,7 @@ from lookfar.kernels.linear_op import linear
 from lookfar.kernels.row_sum import row_sums
 from lookfar.kernels.row_table import MAX_PATH, WIDTH, RowTable, max_tiles, step_arrays
 from lookfar.kernels.topk import top_k
+from lookfar.kvcache.base import KVState
 from lookfar.kvcache.slots import SlotKVCache
 
 pytestmark = pytest.mark.slow
@@ -254,7 +255,7 @@ def test_rows_are_written_and_moved_and_slots_copied() -> None:
         for number in range(2):
             one.buffers.layer(number).lazy_initialization(*new)
         one.allocate()
-        assert one.import_kv(one.allocate()[0], [(x[:, :, :4], x[:, :, :4]) for x in new]) == 4
+        assert one.import_kv(one.allocate()[0], KVState([(x[:, :, :4], x[:, :, :4]) for x in new], 4)) == 4
     slots, positions = torch.tensor([1, 1, 0, 0, 0, 1, 1]), torch.tensor([4, 5, 9, 0, 64, 6, 7])
     for number in range(2):
         ours, theirs = cache.buffers.layers[number], expected.buffers.layers[number]

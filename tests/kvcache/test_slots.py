@@ -140,7 +140,7 @@ def test_what_is_exported_can_be_imported() -> None:
     forward(cache, StepPlan([rows(one, 0, 5)]), [1, 2, 3, 4, 5])
     cache.commit(one, 1, [2, 4])
     exported = cache.export_kv(one, 0, 3)
-    assert exported[0] is None  # layer 0 was never used
+    assert exported.layers[0] is None  # layer 0 was never used
     assert cache.import_kv(two, exported) == 3
     assert forward(cache, StepPlan([rows(two, 3, 1)]), [6]).tolist() == [[1, 3, 5, 6]]
     past = DynamicCache()

@@ -160,15 +160,8 @@ def test_phi3_long_rope() -> None:
 def test_a_family_that_transformers_has_but_is_no_causal_model_is_refused() -> None:
     from transformers import ViTConfig
 
-    with pytest.raises(lookfar.LookfarError, match="no causal language model"):
+    with pytest.raises(lookfar.LookfarError, match="no language model"):
         examine(ViTConfig())
-
-
-def test_encoder_decoders_are_refused() -> None:
-    from transformers import T5Config
-
-    with pytest.raises(lookfar.LookfarError, match="causal"):
-        examine(T5Config())
 
 
 @pytest.mark.parametrize(

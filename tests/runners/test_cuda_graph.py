@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 import lookfar
 from families import DEVICE, NOT_FLAT, TREES, WINDOW, tiny_model
 from helpers import flat_lm, oracle, random_prompts, reference
-from lookfar.core.plan import StepPlan
+from lookfar.core.plan import RunnerLimits, StepPlan
 from lookfar.drafters.lookahead import Lookahead
 from lookfar.drafters.scripted import Scripted
 from lookfar.engine.engine import Engine, EngineConfig
@@ -85,7 +85,7 @@ def test_what_does_not_fit_runs_eagerly() -> None:
     # Trees are kept within the limits, so a deep draft alone does not lead there.
     assert lm.generate(PROMPTS[1], max_new_tokens=60, strategy=deep).token_ids == expected
     assert not taken
-    runner.limits = EagerRunner.limits
+    runner.limits = RunnerLimits()
     assert lm.generate(PROMPTS[1], max_new_tokens=60, strategy=deep).token_ids == expected
     assert max(plan.width for plan in taken) > 33
 
@@ -108,7 +108,7 @@ def test_accepted_rows_are_moved_when_a_request_changes_its_slot() -> None:
         assert result.exported is not None
         ids = torch.tensor([(prompt + result.token_ids)[:-1]], device=model.device)
         cache = model(ids, use_cache=True).past_key_values
-        for kv, layer in zip(result.exported, cache.layers, strict=True):
+        for kv, layer in zip(result.exported.layers, cache.layers, strict=True):
             assert kv is not None
             assert torch.allclose(kv[0], layer.keys, atol=1e-4)
             assert torch.allclose(kv[1], layer.values, atol=1e-4)

@@ -18,7 +18,7 @@ from helpers import oracle, random_prompts, reference
 from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.tree import DraftTree
 from lookfar.drafters.lookahead import Lookahead
-from lookfar.engine.costs import measure_steps
+from lookfar.engine.costs import measure_steps, own_cache
 from lookfar.engine.request import KVOptions, Request
 from lookfar.models import request_attention
 from lookfar.models.binding import BoundModel
@@ -181,7 +181,7 @@ def test_the_first_flat_step_is_not_timed_and_costs_are_not_stepped() -> None:
     plan = StepPlan([RequestPlan(np.array([1]), 0, tree=DraftTree.from_paths([[1, 2]]))])
     assert [runner.launch(plan, one_slot(8)).result().is_warm for _ in range(2)] == [False, True]
     assert not runner.limits.padded
-    assert not measure_steps(runner, one_slot(512), 0).stepped
+    assert not measure_steps(runner, own_cache(runner, 512)).stepped
 
 
 def test_a_model_that_is_changed_between_calls_is_checked_again() -> None:

@@ -22,9 +22,9 @@ from lookfar.drafters.base import DraftContext, Drafter, Outcome, Proposal, Stra
 from lookfar.drafters.registry import BUILTIN, auto_strategies, parse_strategy, strategy_class
 from lookfar.drafters.scripted import Scripted
 from lookfar.drafters.suffix import SuffixDrafter
+from lookfar.engine.batch import StepBatch
 from lookfar.engine.outputs import StepOutput
 from lookfar.engine.request import Request, RequestState
-from lookfar.engine.scheduler import StepBatch
 from lookfar.models.binding import BoundModel
 from lookfar.runners.eager import EagerRunner
 from lookfar.speculation.controller import SpeculationController

@@ -7,8 +7,7 @@ from statistics import median
 from typing import Any
 
 from lookfar.core.progress import progress_bar
-from lookfar.engine.costs import CONTEXT, kept_costs, measure_steps
-from lookfar.models.self_check import one_slot
+from lookfar.engine.costs import CONTEXT, kept_costs, measure_steps, own_cache
 from lookfar.runners.base import ModelRunner
 
 NO_CURVE = "No cost curve is kept for this model and machine: lm.warmup() or the first request measures it."
@@ -63,7 +62,7 @@ def check_curve(runner: ModelRunner) -> CurveCheck | None:
         return None
     kept = known.curve.as_measured()
     with progress_bar("Measuring the cost curve"):
-        fresh = measure_steps(runner, one_slot(CONTEXT + max(kept)), 0, list(kept)).as_measured()
+        fresh = measure_steps(runner, own_cache(runner, CONTEXT + max(kept)), list(kept)).as_measured()
     visits = {int(rows): float(steps) for rows, steps in zip(known.curve.rows, known.curve.visits, strict=True)}
     return CurveCheck(
         {rows: 1e3 * seconds for rows, seconds in kept.items()},

@@ -18,10 +18,8 @@ from lookfar.bench import plots
 from lookfar.bench.curve import HEADINGS, NO_CURVE, CurveCheck
 from lookfar.bench.plots import Axes
 from lookfar.core.progress import progress_bar
-from lookfar.engine.costs import tree_plan
+from lookfar.engine.costs import own_cache, sample_step
 from lookfar.errors import CapacityError, ConfigError
-from lookfar.kvcache.slots import SlotKVCache
-from lookfar.models.self_check import one_slot
 from lookfar.pages import render
 from lookfar.runners.base import ModelRunner
 
@@ -119,7 +117,7 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype) -> PreTra
 
 
 def measure_steps(runner: ModelRunner, name: str, contexts: Seq[int] = CONTEXTS, rows: Seq[int] = ROWS) -> StepCosts:
-    """Time steps in the shape of a tree, after contexts of several lengths."""
+    """Time steps in the shape of a tree or of a chain, after contexts of several lengths."""
     model = runner.model
     most = runner.limits.rows or max(rows)
     sizes = [n for n in rows if n <= most]
@@ -128,14 +126,15 @@ def measure_steps(runner: ModelRunner, name: str, contexts: Seq[int] = CONTEXTS,
     if not contexts or 1 not in sizes:
         raise ConfigError(f"The model has positions for {limit} tokens only: give smaller contexts.")
     try:
-        cache = one_slot(-(-(max(contexts) + max(sizes)) // 64) * 64)
+        cache = own_cache(runner, max(contexts) + max(sizes))
         found: dict[int, dict[int, float]] = {}
         with progress_bar("Measuring steps", len(contexts) * len(sizes)) as advance:
             for context in contexts:
                 found[context] = {}
-                for size in sizes:
-                    found[context][size] = 1e3 * _seconds(partial(_step, runner, cache, size, context))
-                    advance(1)
+                with sample_step(runner, cache, context) as step:
+                    for size in sizes:
+                        found[context][size] = 1e3 * _seconds(partial(step, size))
+                        advance(1)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise CapacityError("There is no memory for these steps: give a smaller shape or contexts.") from error
     on_gpu = model.device.type == "cuda"
@@ -161,10 +160,6 @@ def steps_page(costs: StepCosts, curve: CurveCheck | None = None) -> str:
         drift=f"{curve.drift:.2f}" if curve is not None else "",
         no_curve=NO_CURVE,
     )
-
-
-def _step(runner: ModelRunner, cache: SlotKVCache, rows: int, context: int) -> None:
-    runner.launch(tree_plan(rows, context, runner.model.vocab_size), cache).result()
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

@@ -17,7 +17,8 @@ from lookfar.core.progress import progress_bar
 
 if TYPE_CHECKING:
     from lookfar.drafters.base import Strategy
-    from lookfar.lm import LM, Completion
+    from lookfar.lm import LM
+    from lookfar.streams import Completion
 
 Repeats = Annotated[int, typer.Option(min=1, help="Decode this often with each; times are medians.")]
 

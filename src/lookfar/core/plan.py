@@ -30,6 +30,8 @@ class RunnerLimits:
     rows: int | None = None  # the most rows of all requests together; None: no limit
     depth: int | None = None  # the deepest draft tree; None: no limit
     padded: bool = True  # every request is padded to the widest; False: rows lie side by side
+    chain: bool = False  # drafts are verified as one chain for each request, not as a tree
+    recurrent: bool = False  # a step is kept as a whole or not at all, so padding and prefills with drafts cost more
     captured: bool = False  # steps are captured for a few numbers of rows, and compute the next larger one
 
 
@@ -83,6 +85,8 @@ class RequestPlan:
     windows: tuple[WindowRows, ...] = ()  # one entry for each drafter, perhaps empty; or none at all
     embeds: Any = None  # [prompt tokens, hidden] embeddings to feed instead of the prompt's token ids
     sampler: RowSampler | None = None  # for requests that sample
+    position_offset: int = 0  # added to positions for the model, whose images may take fewer or more than their tokens
+    source: Any = None  # what the decoder reads of its source, for encoder-decoder models
 
     def __len__(self) -> int:
         rows: int = len(self.pending) + self.tree.columns.shape[1]
@@ -157,6 +161,7 @@ class StepPlan:
         self.requests = requests
         self._trees = trees  # those of the requests, if they lie behind each other already
         self.top_k = top_k  # how many of the most likely tokens to return for each row
+        self.prefills = False  # whether prompts are processed
         self.shared = False  # whether other requests run or wait, so that nothing may stall the step
         self.lengths = list(map(len, requests))
         self.width = max(self.lengths)
@@ -218,6 +223,11 @@ class StepPlan:
         return positions
 
     @cached_property
+    def position_offsets(self) -> Ints:
+        """[batch] to add to positions for the model."""
+        return np.array([rows.position_offset for rows in self.requests], dtype=np.int64)
+
+    @cached_property
     def logit_rows(self) -> Ints:
         """Rows whose logits are computed: the union over the batch, since a model takes one list for all requests."""
         needed = np.zeros(self.width, dtype=bool)
@@ -234,6 +244,13 @@ class StepPlan:
             visible[i, :n, :n] = rows.visible
             visible[i, n:] = visible[i, rows.last_row]
         return visible
+
+    def split(self) -> list[StepPlan]:
+        """Return a plan for each request, with as many logits as this one has."""
+        alone = [StepPlan([rows], 0, np.minimum(self.logit_rows, len(rows) - 1)) for rows in self.requests]
+        for plan in alone:
+            plan.prefills = self.prefills
+        return alone
 
     @property
     def is_causal(self) -> bool:

@@ -80,6 +80,8 @@ def bind_draft_model(model: Any, sources: DraftSources) -> BoundModel:
             f"draft_model: its vocabulary has {bound.vocab_size} tokens and the model's {sources.vocab_size}: "
             "use a smaller model of the same family."
         )
+    if bound.support.first_pass:
+        raise ConfigError(f"draft_model: {bound.support.model_type} cannot draft: it needs more than the text.")
     if not bound.support.trees:
         raise ConfigError(f"draft_model: {bound.support.model_type} cannot draft: {bound.support.reason}.")
     return bound

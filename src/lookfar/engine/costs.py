@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.progress import progress_bar
 from lookfar.core.tree import DraftTree
 from lookfar.kvcache.slots import SlotKVCache
-from lookfar.models.self_check import one_slot
 from lookfar.retrieval.recycle_table import TOP_K
 from lookfar.runners.base import ModelRunner
 from lookfar.speculation.cost_curve import MEASURED_ROWS, CostCurve, measure_curve
@@ -35,14 +35,10 @@ def known_costs(runner: ModelRunner, cache: SlotKVCache, most: int) -> KnownCost
         return known
     with progress_bar("Measuring the cost of a step (once for this model and machine)"):
         if not runner.limits.captured or cache.order:
-            curve = measure_steps(runner, one_slot(MEASURED_LENGTH), 0)
+            curve = measure_steps(runner, own_cache(runner, MEASURED_LENGTH))
         else:
             cache.reserve(1, MEASURED_LENGTH, most=most, keep=False)
-            handle, _ = cache.allocate()
-            try:
-                curve = measure_steps(runner, cache, handle)
-            finally:
-                cache.free(handle)
+            curve = measure_steps(runner, cache)
     write_costs(costs_file(), machine_and_model(runner), curve, {})
     return KnownCosts(curve)
 
@@ -59,17 +55,39 @@ def save_refined_costs(runner: ModelRunner, curve: CostCurve, experience: Mappin
         curve.refined = 0
 
 
-def measure_steps(runner: ModelRunner, cache: SlotKVCache, handle: int, sizes: Seq[int] = MEASURED_ROWS) -> CostCurve:
-    """Time steps of several numbers of rows, in the shape of a tree."""
-    model = runner.model
-    context = min(CONTEXT, (model.support.max_positions or CONTEXT) // 2)
+def measure_steps(runner: ModelRunner, cache: SlotKVCache, sizes: Seq[int] = MEASURED_ROWS) -> CostCurve:
+    """Time steps of several numbers of rows."""
+    context = min(CONTEXT, (runner.model.support.max_positions or CONTEXT) // 2)
+    most = runner.limits.rows or max(sizes)
+    if runner.limits.chain and runner.model.support.max_positions is not None:
+        most = min(most, runner.model.support.max_positions - context)
+    sizes = [rows for rows in sizes if rows <= most]
+    with sample_step(runner, cache, context) as step:
+        return measure_curve(step, sizes, stepped=runner.limits.captured)
+
+
+def own_cache(runner: ModelRunner, length: int) -> SlotKVCache:
+    """Return a KV cache for one request of so many tokens, beside that of the engine."""
+    cache = runner.create_cache() if runner.limits.recurrent else SlotKVCache()
+    cache.reserve(1, length, most=1, keep=False)
+    return cache
+
+
+@contextmanager
+def sample_step(runner: ModelRunner, cache: SlotKVCache, context: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that runs a step of so many rows after a context, as a tree or as a chain."""
+    vocab_size, handle = runner.model.vocab_size, cache.allocate()[0]
+    shape = chain_plan if runner.limits.chain else tree_plan
+    if runner.limits.recurrent:
+        fill_state(runner, cache, handle, context)
 
     def step(rows: int) -> None:
-        runner.launch(tree_plan(rows, context, model.vocab_size, handle), cache).result()
+        runner.launch(shape(rows, context, vocab_size, handle), cache).result()
 
-    most = runner.limits.rows or max(sizes)
-    sizes = [rows for rows in sizes if rows <= most]
-    return measure_curve(step, sizes, stepped=runner.limits.captured)
+    try:
+        yield step
+    finally:
+        cache.free(handle)
 
 
 def tree_plan(rows: int, context: int, vocab_size: int, handle: int = 0) -> StepPlan:
@@ -79,6 +97,20 @@ def tree_plan(rows: int, context: int, vocab_size: int, handle: int = 0) -> Step
     scores = places.astype(np.float32)
     tree = DraftTree(np.stack([places % vocab_size, (places - 2) // 2, depths, places, places]), scores)
     return StepPlan([RequestPlan(np.zeros(1, np.int64), context, handle, tree=tree)], TOP_K)
+
+
+def chain_plan(rows: int, context: int, vocab_size: int, handle: int = 0) -> StepPlan:
+    """Return a step of so many rows after a context, one after the other."""
+    tree = DraftTree.from_paths([[token % vocab_size for token in range(rows - 1)]])
+    return StepPlan([RequestPlan(np.zeros(1, np.int64), context, handle, tree=tree)], TOP_K)
+
+
+def fill_state(runner: ModelRunner, cache: SlotKVCache, handle: int, context: int) -> None:
+    """Process a context, so that there is a recurrent state to continue from."""
+    plan = StepPlan([RequestPlan(np.zeros(context, np.int64), 0, handle, complete=False)])
+    plan.prefills = True
+    runner.launch(plan, cache).result()
+    cache.commit(handle, context)
 
 
 def machine_and_model(runner: ModelRunner) -> str:

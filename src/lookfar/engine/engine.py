@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from lookfar.engine.costs import known_costs, save_refined_costs
+from lookfar.engine.first_pass import FirstPassStep
 from lookfar.engine.limits import check_request
 from lookfar.engine.outputs import StepOutput
 from lookfar.engine.request import Request, RequestState
@@ -71,9 +72,13 @@ class Engine:
         if not batch.requests:
             return self.scheduler.take_ended()
         try:
+            runner = FirstPassStep(batch.requests, self.runner.model) if batch.is_first_pass else self.runner
+        except Exception as error:
+            return self.scheduler.fail(batch, error)
+        try:
             plan = self.speculator.plan(batch, self.runner.limits)
             plan.shared = self.scheduler.is_shared
-            pending = self.runner.launch(plan, self.cache)
+            pending = runner.launch(plan, self.cache)
             self.speculator.learn()  # from the last step, while the device works
             result = pending.result()
             walks = verify(batch.requests, plan, result)
@@ -153,6 +158,8 @@ class Engine:
     def settle(self) -> None:
         """Finish learning from the last steps, and keep a refined cost curve: called when there is time."""
         self.speculator.settle()
+        if self.scheduler.is_idle:
+            self.runner.model.forget()
         if self.speculator.costs is not None:
             save_refined_costs(self.runner, self.speculator.costs, self.speculator.experience)
 
@@ -171,6 +178,6 @@ class Engine:
         check_request(request, self.runner, self.max_length)
 
     def can_speculate(self, request: Request) -> bool:
-        """Whether draft trees for this request are verified exactly; transformers decodes other requests."""
+        """Whether drafts for this request are verified exactly; transformers decodes other requests."""
         support = self.runner.model.support
-        return support.trees and (support.tree_limit is None or request.max_positions <= support.tree_limit)
+        return support.drafts and (support.tree_limit is None or request.max_positions <= support.tree_limit)

@@ -18,6 +18,7 @@ from transformers.generation import BaseStreamer, EosTokenCriteria, MaxLengthCri
 from lookfar.engine.outputs import RequestResult, StepOutput
 from lookfar.engine.request import FinishReason, Request
 from lookfar.engine.stats import Stats
+from lookfar.errors import RequestError
 from lookfar.models.stock_loop import stock_loop
 from lookfar.sampling.noise import RandomStream
 from lookfar.sampling.sampler import noisy_probabilities
@@ -96,12 +97,12 @@ def decode_with_transformers(
     cancelled: Event | None = None,
 ) -> RequestResult:
     """Decode one request with the loop of `model.generate`, one token a step."""
-    ids = torch.tensor([request.prompt], device=model.device)
+    given, length = _inputs(model, request), len(request.prompt) - request.source_length
     processors = LogitsProcessorList(request.sampling.processors or ())
     if request.sampling.random is not None:
         request.sampling.random.noise.start()
-        processors.append(_NoiseProcessor(request.sampling.random, len(request.prompt)))
-    criteria = StoppingCriteriaList([MaxLengthCriteria(request.max_length), *(request.criteria or ())])
+        processors.append(_NoiseProcessor(request.sampling.random, length))
+    criteria = StoppingCriteriaList([MaxLengthCriteria(request.decoded_length), *(request.criteria or ())])
     if request.stop_ids:
         criteria.append(EosTokenCriteria(sorted(request.stop_ids)))
     if cancelled is not None:
@@ -114,8 +115,7 @@ def decode_with_transformers(
         return stock_loop(model)(model, input_ids, **(prepared | rules))
 
     model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
+        **given,
         max_new_tokens=request.max_new_tokens,
         do_sample=False,
         num_beams=1,
@@ -124,6 +124,17 @@ def decode_with_transformers(
         custom_generate=loop,
     )
     return recorder.result()
+
+
+def _inputs(model: PreTrainedModel, request: Request) -> dict[str, Any]:
+    """Return what `generate` is called with for a request."""
+    first = request.kv.first
+    if first is None:
+        ids = torch.tensor([request.prompt], device=model.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if first.call.given is None or len(first.call.pads) > 1:
+        raise RequestError("This model decodes one prompt with images or audio at a time here: give them one by one.")
+    return dict(first.call.given)
 
 
 class FallbackStream:

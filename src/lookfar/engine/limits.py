@@ -14,11 +14,12 @@ from lookfar.speculation.row_budget import MAX_ROWS, max_draft_rows
 
 def check_request(request: Request, runner: ModelRunner, max_length: int | None) -> None:
     """Refuse a request that cannot fit."""
-    if max_length is not None and request.max_length > max_length:
+    if max_length is not None and request.decoded_length > max_length:
         ours = max_length != runner.model.support.max_positions
+        prompt = request.decoded_length - request.max_new_tokens
         raise CapacityError(
-            f"The prompt has {len(request.prompt)} tokens and max_new_tokens is {request.max_new_tokens}: "
-            f"{request.max_length} do not fit in {max_length}, so shorten one of them"
+            f"The prompt has {prompt} tokens and max_new_tokens is {request.max_new_tokens}: "
+            f"{request.decoded_length} do not fit in {max_length}, so shorten one of them"
             + (" or raise max_length." if ours else ", the most that this model has positions for.")
         )
     _check_rows(request, runner)

@@ -14,6 +14,8 @@ from lookfar.core.tree import DraftTree
 from lookfar.drafters.base import DraftContext, Strategy
 from lookfar.engine.stats import Stats
 from lookfar.kvcache.base import KVState
+from lookfar.models.first_forward import FirstForward
+from lookfar.models.source import SourceKV
 from lookfar.sampling.sampler import Sampler, SamplingParams
 from lookfar.speculation.draft_state import DraftState
 from lookfar.speculation.interface import RequestSpeculation
@@ -21,15 +23,26 @@ from lookfar.speculation.row_budget import Budget, max_draft_rows
 
 FinishReason = Literal["stop", "length"]
 ROOM = 4096  # KV positions for the answer that are reserved at once; the KV cache grows with longer answers
+MAX_REPLAY = 128  # tokens that are fed again together with drafts; more are processed like a prompt
 PREDICTED_PROMPT = 128  # prompt rows whose predictions drafters get, or as many as the request may emit
 
 
 @dataclass(frozen=True)
+class FirstPass:
+    """A row of a first forward pass that transformers runs: a prompt with images, or the source of an encoder."""
+
+    call: FirstForward
+    row: int
+    source_length: int = 0  # tokens at the start of the prompt that only the encoder reads
+
+
+@dataclass(frozen=True)
 class KVOptions:
-    """The initial KV of a request (embeddings, a given cache, reuse), and whether its KV is returned."""
+    """The initial KV of a request (a first pass, embeddings, a given cache, reuse), and whether its KV is returned."""
 
     embeds: torch.Tensor | None = None  # [tokens of the prompt, hidden] what the prompt is fed as
     past: Cache | None = None  # a transformers cache that holds the beginning of the prompt
+    first: FirstPass | None = None  # the pass that computes the KV of the prompt
     reuse: bool = False  # start from what an earlier request left in the KV cache
     export: bool = False  # return the KV at the end
 
@@ -55,6 +68,16 @@ class Request:
         return len(self.prompt) + self.max_new_tokens
 
     @property
+    def source_length(self) -> int:
+        """Tokens at the start of the prompt that have no KV of their own: the source of an encoder."""
+        return self.kv.first.source_length if self.kv.first is not None else 0
+
+    @property
+    def decoded_length(self) -> int:
+        """The most tokens that the decoder sees."""
+        return self.max_length - self.source_length
+
+    @property
     def max_draft_rows(self) -> int:
         """The most rows that its drafters add to one step."""
         return max_draft_rows(self.strategies, self.budget)
@@ -62,7 +85,7 @@ class Request:
     @property
     def max_positions(self) -> int:
         """The most KV positions that it needs."""
-        return self.max_length + self.max_draft_rows
+        return self.decoded_length + self.max_draft_rows
 
 
 class RequestState:
@@ -74,6 +97,7 @@ class RequestState:
         self.index = index  # its place among the requests of one call
         self.ids = list(request.prompt)
         self.num_cached = 0
+        self.replays = False  # its pending tokens were verified before: a recurrent state was put back
         self.kv = -1  # its handle in the KV cache
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
@@ -81,6 +105,9 @@ class RequestState:
         self.every_step = True  # whether the output of every step is wanted, or only the last one
         self.retried = False  # it was in a step that failed, and runs alone since
         self.swapped: KVState | None = None  # its KV while it waits for its reader
+        self.source: SourceKV | None = None  # what the decoder reads of its source
+        self.source_length = request.source_length
+        self.position_offset = 0  # of its positions, as the model counts them
         self.stats = Stats(prompt_tokens=len(self.ids))
         self.sampler = Sampler(request.sampling, request.prompt, keep_text=bool(request.criteria))
         # On an accelerator one call for all rows is faster than several calls that each wait for the device. On a CPU
@@ -107,12 +134,32 @@ class RequestState:
 
     @property
     def num_pending(self) -> int:
-        return len(self.ids) - self.num_cached
+        return len(self.ids) - self.first_pending
+
+    @property
+    def first_pending(self) -> int:
+        """The index of the first token that is not in the KV cache yet."""
+        return self.source_length + self.num_cached
+
+    @property
+    def needs_first_pass(self) -> bool:
+        """Whether transformers has to run the prompt, before anything else."""
+        return self.request.kv.first is not None and not self.num_cached
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a prompt is being processed, or as many tokens as if it were one."""
+        return self.num_pending > (MAX_REPLAY if self.replays else 1) or self.num_cached == 0
+
+    @property
+    def prompt_pending(self) -> int:
+        """Tokens of the prompt that are not in the KV cache yet."""
+        return max(len(self.request.prompt) - self.num_cached, 0)
 
     @property
     def num_positions(self) -> int:
         """The KV positions that the next step may need."""
-        return len(self.ids) + self.speculation.max_rows
+        return len(self.ids) - self.source_length + self.speculation.max_rows
 
     @property
     def reserved_positions(self) -> int:
@@ -133,6 +180,8 @@ class RequestState:
         return self.finish_reason is not None or self.error is not None
 
     def predicted_from(self, sharing: int) -> int:
+        if self.request.kv.first is not None:
+            return self._max_length  # a first pass has the logits of the last token only
         return len(self.request.prompt) - max(PREDICTED_PROMPT, self.request.max_new_tokens) // sharing
 
     @property

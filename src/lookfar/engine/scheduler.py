@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from copy import copy
-from dataclasses import dataclass
+from itertools import takewhile
 from time import perf_counter
 
 from lookfar.core.plan import RunnerLimits, StepPlan
-from lookfar.engine.outputs import RequestResult, StepOutput
+from lookfar.engine.batch import StepBatch
+from lookfar.engine.last_output import last_output, own_error, result_of
+from lookfar.engine.outputs import StepOutput
 from lookfar.engine.request import RequestState
 from lookfar.engine.verify import Walk
 from lookfar.errors import CapacityError
 from lookfar.kvcache.base import KVCache, kv_of
 from lookfar.runners.base import StepResult
-
-
-@dataclass
-class StepBatch:
-    """The requests of one step, how many pending tokens each may feed, and the times of the step."""
-
-    requests: list[RequestState]
-    chunks: list[int]
-    started: float
-    others_wait: bool = False  # for a place in the batch
-    seconds: float = 0.0
-    host_seconds: float = 0.0
-
-    def __len__(self) -> int:
-        return len(self.requests)
 
 
 class Scheduler:
@@ -76,8 +62,7 @@ class Scheduler:
         for state in self._take_waiting(handle):
             self.paused[handle] = state
         for state in [state for state in self.running.values() if state.handle == handle]:
-            kv = self.cache.export_kv(state.kv, 0, state.num_cached)
-            state.swapped = [None if layer is None else (layer[0].cpu(), layer[1].cpu()) for layer in kv]
+            state.swapped = self.cache.export_kv(state.kv, 0, state.num_cached).to_host()
             self._release(state)
             self.paused[handle] = state
 
@@ -102,8 +87,16 @@ class Scheduler:
         started = perf_counter()
         self._admit()
         self._grow_cache()
+        if first := self._first_pass():
+            chunks = [len(state.request.prompt) - state.source_length for state in first]
+            return StepBatch(first, chunks, started, is_first_pass=True)
         requests, chunks = self._next_group(limits) if self.running else ([], [])
         return StepBatch(requests, chunks, started, bool(self.waiting or self.paused))
+
+    def _first_pass(self) -> list[RequestState]:
+        """Return requests whose prompts transformers has to run, in one pass."""
+        waiting = [state for handle in self.cache.order if (state := self.running[handle]).needs_first_pass]
+        return [state for state in waiting if _call_of(state) is _call_of(waiting[0])]
 
     def _admit(self) -> None:
         if not (self.waiting or self.retrying):
@@ -137,17 +130,17 @@ class Scheduler:
         except Exception as error:
             if not self.running:  # otherwise it waits for their memory
                 queue[0].fail(error)
-                self._ended.append(_last_output(queue.popleft()))
+                self._ended.append(last_output(queue.popleft()))
 
     def _grow_cache(self) -> None:
         """Make room for answers that have outgrown the KV cache; one that cannot grow ends with the error."""
         capacity, running = self.cache.capacity, self.running.values()
-        for state in [state for state in running if len(state.ids) + state.speculation.max_rows > capacity]:
+        for state in [state for state in running if state.num_positions > capacity]:
             try:
                 self.cache.reserve(len(self.running), state.reserved_positions, most=self.max_batch, keep=True)
             except Exception as error:
                 state.fail(error)
-                self._ended.append(_last_output(state))
+                self._ended.append(last_output(state))
                 self._release(state)
 
     def _start(self, state: RequestState) -> None:
@@ -161,11 +154,12 @@ class Scheduler:
                 self.running[state.kv] = state
                 state.num_cached = self.cache.import_kv(state.kv, kv)
             else:
-                state.kv, state.num_cached = self.cache.allocate(request.prompt if request.kv.reuse else ())
+                reuse = request.kv.reuse and request.kv.first is None  # the tokens of an image do not say which
+                state.kv, state.num_cached = self.cache.allocate(request.prompt if reuse else ())
                 self.running[state.kv] = state
         except BaseException as error:
             state.fail(error)
-            self._ended.append(_last_output(state))
+            self._ended.append(last_output(state))
             if state.kv in self.running:
                 self._release(state)
             return
@@ -180,9 +174,11 @@ class Scheduler:
         rows that decoding leaves, in order. Otherwise only requests that prefill, as many as fit one padded block.
         """
         order = [self.running[handle] for handle in self.cache.order]
-        start = next((i for i, state in enumerate(order) if len(state.ids) - state.num_cached > 1), None)
+        start = next((i for i, state in enumerate(order) if state.is_prefilling), None)
         if start is None:
-            return order, [1] * len(order)
+            return order, [state.num_pending for state in order]
+        if limits.recurrent:
+            return self._equal_chunks(order[start:])
         flat = not limits.padded and all(state.embeds is None for state in order)
         room = self.prefill_chunk + len(order) if limits.rows is None else limits.rows
         if flat and room >= len(order):
@@ -193,12 +189,26 @@ class Scheduler:
                 left -= more
             return order, chunks
         end, widest = start, 0
-        while end < len(order) and order[end].num_pending > 1:
+        while end < len(order) and order[end].is_prefilling:
             widest = max(widest, min(order[end].num_pending, self.prefill_chunk))
             if end > start and widest * (end - start + 1) > self.prefill_chunk:
                 break
             end += 1
         return order[start:end], [self.prefill_chunk] * (end - start)
+
+    def _equal_chunks(self, order: list[RequestState]) -> tuple[list[RequestState], list[int]]:
+        """Pick requests that prefill, from the first on, and the same number of tokens for each.
+
+        Padding would enter a recurrent state. Each step ends the shortest prompt at the least, so there are no more
+        steps than requests or full chunks.
+        """
+        group = list(takewhile(lambda state: state.is_prefilling, order))[: self.prefill_chunk]
+        pending = [state.prompt_pending or state.num_pending for state in group]
+        chunk = min(self.prefill_chunk // len(group), *pending)
+        if chunk + 1 in pending and chunk > 1:  # a last chunk of one token would run the code for decoding
+            group, chunk = group[:1], min(self.prefill_chunk, pending[0])
+            chunk -= chunk + 1 == pending[0]
+        return group, [chunk] * len(group)
 
     def commit(
         self, batch: StepBatch, plan: StepPlan, walks: list[Walk | None], result: StepResult
@@ -210,11 +220,14 @@ class Scheduler:
                 if walk is not None:
                     accepted = [pending + node for node in walk.nodes]
                     state.stats.rows += length - pending + 1
+                    state.stats.replayed_rows += (pending - 1) * state.replays
                 state.num_cached = self.cache.commit(state.kv, pending, accepted)
+                state.replays = state.replays or walk is not None
         for state in reversed([state for state in batch.requests if state.is_finished]):
             if state.request.kv.export and state.error is None:
                 # The caller's own cache still holds what came from it; the last token was never fed.
-                state.exported = self.cache.export_kv(state.kv, state.stats.reused_tokens, len(state.ids) - 1)
+                end = len(state.ids) - state.source_length - 1
+                state.exported = self.cache.export_kv(state.kv, state.stats.reused_tokens, end)
             self._release(state)
         sampling = sum(walk.sampling_seconds for walk in walks if walk is not None)
         batch.seconds = perf_counter() - batch.started
@@ -239,12 +252,19 @@ class Scheduler:
                         state.stats.seconds,
                         state.stats.reused_tokens,
                         state.finish_reason,
-                        _result(state) if state.finish_reason is not None else None,
+                        result_of(state) if state.finish_reason is not None else None,
                     )
                 )
             elif state.error is not None:
-                outputs.append(_last_output(state))
+                outputs.append(last_output(state))
         return outputs + self.take_ended()
+
+    def fail(self, batch: StepBatch, error: BaseException) -> list[StepOutput]:
+        """End the requests of a step that failed before it wrote to the KV cache."""
+        for state in reversed(batch.requests):
+            state.fail(error if len(batch) == 1 else own_error(error))
+            self._release(state)
+        return [last_output(state) for state in batch.requests] + self.take_ended()
 
     def recover(self, batch: StepBatch, error: BaseException, retry: bool) -> list[StepOutput]:
         """Restart after a failed step, which leaves the KV cache inconsistent.
@@ -257,9 +277,9 @@ class Scheduler:
         for state in reversed(running):
             in_step = state in batch.requests
             if not state.is_finished and (not retry or (in_step and len(batch) == 1)):
-                state.fail(error if len(running) == 1 else _own(error))
+                state.fail(error if len(running) == 1 else own_error(error))
             if state.is_finished:
-                self._ended.append(_last_output(state))
+                self._ended.append(last_output(state))
                 continue
             if tokens := state.deliver():  # the step failed after they were accepted
                 output = StepOutput(state.handle, state.index, state.stats.steps, tokens)
@@ -275,8 +295,8 @@ class Scheduler:
         for queue in (self.retrying, self.waiting, self.paused):
             queue.clear()
         for state in states:
-            state.fail(_own(error))
-        return self.take_ended() + [_last_output(state) for state in states]
+            state.fail(own_error(error))
+        return self.take_ended() + [last_output(state) for state in states]
 
     def end_all(self, error: BaseException) -> None:
         """End all requests with an error, which the next step returns."""
@@ -288,7 +308,7 @@ class Scheduler:
         self.cache.abandon()
         self.running.clear()
         for state in running:
-            state.kv, state.num_cached = -1, 0
+            state.kv, state.num_cached, state.replays = -1, 0, False
         return running
 
     def take_ended(self) -> list[StepOutput]:
@@ -298,33 +318,13 @@ class Scheduler:
 
     def _release(self, state: RequestState) -> None:
         """Free the KV of a request; later requests may start from it if its tokens are known."""
-        known = state.request.kv.embeds is None and state.request.kv.past is None and state.error is None
+        kv = state.request.kv
+        known = kv.embeds is None and kv.past is None and kv.first is None and state.error is None
         self.cache.free(state.kv, state.ids[: state.num_cached] if known else ())
         del self.running[state.kv]
         state.kv = -1
 
 
-def _result(state: RequestState) -> RequestResult:
-    assert state.finish_reason is not None
-    sampler = state.sampler
-    return RequestResult(state.output, state.finish_reason, state.stats, sampler.scores, sampler.logits, state.exported)
-
-
-def _last_output(state: RequestState) -> StepOutput:
-    """Return the output of a request that ended without emitting anything more."""
-    reason = state.finish_reason if state.error is None else None
-    result = _result(state) if reason is not None else None
-    tokens = state.deliver() if reason is not None else ()
-    return StepOutput(
-        state.handle, state.index, state.stats.steps, tokens, finish_reason=reason, result=result, error=state.error
-    )
-
-
-def _own(error: BaseException) -> BaseException:
-    """Return a copy of an error for one of several requests: each caller adds its own traceback when it is raised."""
-    try:
-        own = copy(error)
-    except Exception:
-        return error
-    own.__cause__ = error
-    return own
+def _call_of(state: RequestState) -> object:
+    assert state.request.kv.first is not None
+    return state.request.kv.first.call

@@ -25,6 +25,7 @@ class Stats:
 
     step_sizes: list[int] = field(default_factory=list)  # tokens that each step emitted
     rows: int = 0  # rows of those steps: last token, draft tree and lookahead window
+    replayed_rows: int = 0  # beside those: tokens that were fed again, because a recurrent state was put back
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of those: in the KV cache already
     seconds: float = 0.0  # from the start of the prefill to the last token
@@ -79,6 +80,7 @@ class Stats:
             "tokens_per_step": self.tokens_per_step,
             "rows": self.rows,
             "rows_per_step": self.rows_per_step,
+            "replayed_rows": self.replayed_rows,
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
             "seconds": self.seconds,
@@ -95,6 +97,7 @@ def add_up(parts: Iterable[Stats]) -> Stats:
     for part in parts:
         total.step_sizes += part.step_sizes
         total.rows += part.rows
+        total.replayed_rows += part.replayed_rows
         total.prompt_tokens += part.prompt_tokens
         total.reused_tokens += part.reused_tokens
         total.seconds += part.seconds

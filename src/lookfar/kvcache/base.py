@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
 
 import torch
 from transformers import Cache
@@ -11,16 +12,30 @@ from transformers import Cache
 from lookfar.core.plan import StepPlan
 
 KVHandle = int
-# The KV of one request, for each layer keys and values, [1, heads, positions, head_dim]; None for an unused layer.
-KVState = list[tuple[torch.Tensor, torch.Tensor] | None]
+StateKey = tuple[int, str, int]  # layer, conv_states or recurrent_states, index of the state
+
+
+@dataclass(frozen=True)
+class KVState:
+    """What the cache holds of one request."""
+
+    # For each layer keys, values, perhaps keys of an indexer, [1, heads, positions, dim]; None for a layer without.
+    layers: list[tuple[torch.Tensor, ...] | None]
+    length: int  # tokens
+    recurrent: Mapping[StateKey, torch.Tensor] = field(default_factory=dict)  # recurrent states, [1, …]
+
+    def to_host(self) -> KVState:
+        """Return a copy in host memory."""
+        layers = [None if kv is None else tuple(part.cpu() for part in kv) for kv in self.layers]
+        return KVState(layers, self.length, {key: state.cpu() for key, state in self.recurrent.items()})
 
 
 class KVCache(ABC):
     """The KV of the running requests.
 
-    A step writes its rows behind the committed positions of their requests; `commit` then keeps the accepted ones. An
-    implementation may keep other per-request state the same way: `commit` returns how many tokens are really cached,
-    and the engine feeds the rest again.
+    A step writes its rows behind the committed positions of their requests; `commit` then keeps the accepted ones.
+    `commit` returns how many tokens are really cached, and the engine feeds the rest again: a cache with recurrent
+    state keeps all rows of a step or none.
     """
 
     @property
@@ -82,12 +97,20 @@ class KVCache(ABC):
         """Return a copy of some positions of a request."""
 
     @abstractmethod
+    def write_kv(self, handle: KVHandle, state: KVState) -> int:
+        """Write rows behind the committed positions of a request, as a step does; return their number."""
+
+    @abstractmethod
     def import_kv(self, handle: KVHandle, state: KVState) -> int:
         """Fill the first positions of a request; return the number of cached tokens."""
 
 
 def kv_of(past: Cache) -> KVState:
-    """Return the contents of a transformers cache of one sequence."""
-    return [
-        (layer.keys, layer.values) if layer.is_initialized and layer.keys.shape[-2] else None for layer in past.layers
-    ]
+    """Return the keys and values of a transformers cache; recurrent layers have none."""
+    layers: list[tuple[torch.Tensor, ...] | None] = []
+    for layer in past.layers:
+        used = getattr(layer, "keys", None) is not None and layer.keys.numel()
+        indexer = getattr(layer, "indexer_keys", None)
+        own = (layer.keys, layer.values) if used else None
+        layers.append(own if own is None or indexer is None else (*own, indexer[:, None]))
+    return KVState(layers, max((kv[0].shape[-2] for kv in layers if kv is not None), default=0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from itertools import count
 from typing import Any
 
@@ -44,14 +45,18 @@ class SlotBuffers(Cache):
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all allocated buffers."""
-        return [buffer for layer in self.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
+        return [buffer for layer in self.attention() for buffer in layer.tensors()]
+
+    def attention(self) -> list[SlotLayer]:
+        """Return the layers that hold keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
 
     def resize(self, slots: int, capacity: int) -> None:
         """Make the buffers larger and keep their contents; on a `CapacityError` they are unchanged."""
-        larger = [layer.resized(slots, capacity + 1) for layer in self.layers]
-        for layer, buffers in zip(self.layers, larger, strict=True):
-            if buffers is not None:
-                layer.keys, layer.values = buffers
+        layers = self.attention()
+        larger = [layer.resized(slots, capacity + 1) for layer in layers]
+        for layer, buffers in zip(layers, larger, strict=True):
+            layer.use(buffers)
         self.slots, self.capacity, self.generation = slots, capacity, next(_generations)
 
     def clear(self) -> None:
@@ -80,6 +85,9 @@ class SlotBuffers(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layer(layer_idx).update(key_states, value_states)
 
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        return self.layer(layer_idx).update_indexer(indexer_key_states)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.kv_length - self.width  # also before the layers are allocated
 
@@ -100,40 +108,58 @@ class SlotBuffers(Cache):
 
 
 class SlotLayer(CacheLayerMixin):
-    """The buffers of one layer, allocated with its first keys and values."""
+    """The buffers of one layer, allocated with its first keys and values; an indexer has keys of its own."""
 
     is_sliding = False
+    is_initialized: bool
 
     def __init__(self, cache: SlotBuffers) -> None:
         super().__init__()
         self.cache = cache
+        self.indexer_keys: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the allocated buffers."""
+        found = [self.keys, self.values] if self.is_initialized else []
+        return found if self.indexer_keys is None else [*found, self.indexer_keys]
+
+    def use(self, buffers: Seq[torch.Tensor]) -> None:
+        """Replace the buffers, in the order of `tensors`."""
+        own = list(buffers)
+        if self.is_initialized:
+            self.keys, self.values, *own = own
+        if own:
+            (self.indexer_keys,) = own
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys, self.values = self._allocate(key_states, value_states, self.cache.slots, self.cache.capacity + 1)
+        self.keys, self.values = self._allocate([key_states, value_states])
         self.is_initialized = True
 
-    def _allocate(
-        self, keys: torch.Tensor, values: torch.Tensor, slots: int, positions: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate buffers for keys and values like these."""
+    def allocate_like(self, states: Seq[torch.Tensor]) -> None:
+        """Allocate buffers for keys, values and perhaps an indexer's keys."""
+        self.lazy_initialization(states[0], states[1])
+        if len(states) > 2:
+            (self.indexer_keys,) = self._allocate(states[2:])
+
+    def _allocate(self, alike: Seq[torch.Tensor], size: tuple[int, int] | None = None) -> list[torch.Tensor]:
+        """Allocate buffers for [batch, heads, rows, dim] states like these, with so many slots and positions."""
+        slots, positions = size or (self.cache.slots, self.cache.capacity + 1)
         try:
             # Zeros, not empty: masked positions still enter the weighted sum, and 0 × NaN is NaN.
-            return tuple(  # type: ignore[return-value]
+            return [
                 torch.zeros(slots, like.shape[1], positions, like.shape[3], dtype=like.dtype, device=like.device)
-                for like in (keys, values)
-            )
+                for like in alike
+            ]
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"There is no memory for the KV cache of {slots} requests of {positions} tokens: "
                 "lower max_batch, max_length or max_new_tokens."
             ) from error
 
-    def resized(self, slots: int, positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return larger buffers with the same contents; None if there are none yet."""
-        if not self.is_initialized:
-            return None
-        larger = self._allocate(self.keys, self.values, slots, positions)
-        for new, old in zip(larger, (self.keys, self.values), strict=True):
+    def resized(self, slots: int, positions: int) -> list[torch.Tensor]:
+        """Return larger buffers with the same contents."""
+        larger = self._allocate(self.tensors(), (slots, positions))
+        for new, old in zip(larger, self.tensors(), strict=True):
             new[: old.shape[0], :, : old.shape[2] - 1] = old[:, :, :-1]  # the last position belongs to padding
         return larger
 
@@ -143,6 +169,13 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self.cache.write(self.keys, key_states), self.cache.write(self.values, value_states)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write the keys of an indexer, [batch, rows, dim]; return those that it may look at."""
+        states = indexer_key_states[:, None]
+        if self.indexer_keys is None:
+            (self.indexer_keys,) = self._allocate([states])
+        return self.cache.write(self.indexer_keys, states)[:, 0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.get_mask_sizes(query_length, 0)

@@ -18,7 +18,7 @@ from lookfar.core.ids import common_prefix
 from lookfar.core.plan import StepPlan
 from lookfar.errors import CapacityError
 from lookfar.kvcache.base import KVCache, KVHandle, KVState
-from lookfar.kvcache.slot_buffers import SlotBuffers
+from lookfar.kvcache.slot_buffers import SlotBuffers, SlotLayer
 
 # (slots, length, most slots) → the slots and the length to allocate.
 Sizing = Callable[[int, int, int], tuple[int, int]]
@@ -193,23 +193,28 @@ class SlotKVCache(KVCache):
     def export_kv(self, handle: KVHandle, start: int, end: int) -> KVState:
         self.apply_moves()
         slot, positions = self._slot_of[handle], slice(start, end)
-        return [
-            (layer.keys[slot, None, :, positions].clone(), layer.values[slot, None, :, positions].clone())
-            if layer.is_initialized
+        layers = [
+            tuple(buffer[slot, None, :, positions].clone() for buffer in layer.tensors())
+            if isinstance(layer, SlotLayer) and layer.is_initialized
             else None
             for layer in self.buffers.layers
         ]
+        return KVState(layers, end - start)
 
-    def import_kv(self, handle: KVHandle, state: KVState) -> int:
+    def write_kv(self, handle: KVHandle, state: KVState) -> int:
         self.apply_moves()
-        slot, length = self._slot_of[handle], 0
-        for index, kv in enumerate(state):
+        slot = self._slot_of[handle]
+        at = slice(self._lengths[slot], self._lengths[slot] + state.length)
+        for index, kv in enumerate(state.layers):
             if kv is None:
                 continue
-            keys, values = kv
-            layer, length = self.buffers.layer(index), keys.shape[-2]
+            layer = self.buffers.layer(index)
             if not layer.is_initialized:
-                layer.lazy_initialization(keys, values)
-            layer.keys[slot, :, :length], layer.values[slot, :, :length] = keys[0], values[0]
-        self._lengths[slot] = length
-        return length
+                layer.allocate_like(kv)
+            for buffer, part in zip(layer.tensors(), kv, strict=True):
+                buffer[slot, :, at] = part[0]
+        return state.length
+
+    def import_kv(self, handle: KVHandle, state: KVState) -> int:
+        self._lengths[self._slot_of[handle]] = 0
+        return self.commit(handle, self.write_kv(handle, state))

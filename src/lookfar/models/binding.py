@@ -12,13 +12,17 @@ import numpy as np
 import torch
 from transformers import Cache, PreTrainedModel
 
+from lookfar.core.arrays import Ints
 from lookfar.core.plan import StepPlan
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.alibi import positions_as_bias
 from lookfar.models.attention_name import attention_replaced, own_attention
+from lookfar.models.decoder_positions import positions_in_decoder
 from lookfar.models.masks import StepMasks, additive
 from lookfar.models.packed_linear import PackedLinears, pack_by_default
-from lookfar.models.support import Support, examine
+from lookfar.models.source import SourceBatch, measured_source
+from lookfar.models.support import STATE_TYPES, Support, examine
+from lookfar.models.time_steps import decoding, free_time_steps
 from lookfar.models.weight_changes import ModelChange, ModelFingerprint
 
 
@@ -34,14 +38,20 @@ class FlatRows:
 
 
 class BoundModel:
-    """A causal language model that runs step plans."""
+    """A language model that runs step plans."""
 
     def __init__(self, model: PreTrainedModel, support: Support | None = None, pack: bool | None = None) -> None:
         self.model = model
         self._packed = PackedLinears(model) if (pack_by_default(model) if pack is None else pack) else None
         self.support = support or examine(model.config, type(model))
         self._parameters = set(inspect.signature(model.forward).parameters)
+        self.cache_argument = "past_key_values" if "past_key_values" in self._parameters else "cache_params"
+        if self.support.recurrent:
+            free_time_steps(model)
         self.attention = _mask_attention(model)
+        self._sources = SourceBatch()
+        self.first_pass_checked = False
+        self.first_pass_refused = ""  # why transformers has to decode prompts with images or a source
         self._shape = self._present_shape()
         self.fingerprint = ModelFingerprint.of(model)
 
@@ -64,10 +74,16 @@ class BoundModel:
     @property
     def device(self) -> torch.device:
         """Where token ids go; with `device_map` the device of the embeddings."""
-        place: torch.device = self.model.get_input_embeddings().weight.device
+        place: torch.device = self.embeddings.weight.device
         if place.type == "meta":  # offloaded by accelerate, which knows where it will be run
-            return torch.device(self.model.get_input_embeddings()._hf_hook.execution_device)
+            return torch.device(self.embeddings._hf_hook.execution_device)
         return place
+
+    @property
+    def embeddings(self) -> Any:
+        """The embeddings of the tokens that it decodes."""
+        model = self.model.get_decoder() if self.model.config.is_encoder_decoder else self.model
+        return model.get_input_embeddings()
 
     @property
     def packed(self) -> bool:
@@ -81,23 +97,42 @@ class BoundModel:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_input_embeddings().weight.shape[0])
+        return int(self.embeddings.weight.shape[0])
 
     def forward(self, plan: StepPlan, cache: SlotKVCache) -> torch.Tensor:
         """Run a step. Returns the logits of the plan's logit rows, [batch, logit rows, vocabulary]."""
         if self.support.one_by_one and plan.batch > 1:
-            alone = [StepPlan([rows], 0, np.minimum(plan.logit_rows, len(rows) - 1)) for rows in plan.requests]
-            return torch.cat([self.forward(one, cache) for one in alone])
+            return torch.cat([self.forward(one, cache) for one in plan.split()])
         writer = cache.writer(plan)
         logit_rows = torch.from_numpy(plan.logit_rows).to(self.device)
         with ExitStack() as during, torch.no_grad(), self.attending(self.attention), self.packed_weights():
-            arguments = {"logits_to_keep": logit_rows if len(logit_rows) else 1}
+            if self.support.recurrent and not plan.prefills:
+                during.enter_context(decoding())
+            arguments: dict[str, Any] = {"logits_to_keep": logit_rows if len(logit_rows) else 1}
             arguments |= self._positions_and_mask(plan, cache.buffers.kv_length, during)
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}
-            logits: torch.Tensor = self.model(
-                **self._inputs(plan), past_key_values=writer, use_cache=True, return_dict=True, **arguments
-            ).logits
+            arguments[self.cache_argument] = writer
+            arguments |= self._inputs(plan)
+            if self.support.encoder_decoder:
+                arguments = self._decoder_arguments(arguments, plan)
+            logits: torch.Tensor = self.model(use_cache=True, return_dict=True, **arguments).logits
         return logits if "logits_to_keep" in arguments else logits[:, logit_rows.to(logits.device)]
+
+    def _decoder_arguments(self, arguments: dict[str, Any], plan: StepPlan) -> dict[str, Any]:
+        """Return arguments for the decoder of an encoder-decoder model, with the sources of the requests."""
+        text = arguments.pop("past_key_values")
+        sources = [rows.source for rows in plan.requests]
+        if any(source is None for source in sources):
+            like = self.embeddings.weight
+            others = measured_source(plan.batch, like.shape[1], like, text)
+        else:
+            others = self._sources.arguments(sources, text)
+        names = {name: f"decoder_{name}" for name in ("input_ids", "inputs_embeds", "attention_mask")}
+        return {names.get(name, name): value for name, value in arguments.items() if name != "position_ids"} | others
+
+    def forget(self) -> None:
+        """Keep nothing of the requests of the last step."""
+        self._sources = SourceBatch()
 
     def packed_weights(self) -> AbstractContextManager[None]:
         """Let linear layers compute with packed weights while the context is open, if there are any."""
@@ -127,19 +162,39 @@ class BoundModel:
 
     def _positions_and_mask(self, plan: StepPlan, kv_length: int, during: ExitStack) -> dict[str, Any]:
         """Return positions and masks. A causal step gets no mask: the model masks it as in its own `generate`."""
-        if plan.is_causal:
-            return {"position_ids": torch.from_numpy(plan.positions).to(self.device)}
+        if plan.is_causal or (self.support.mode == "chain" and self._is_one_block(plan, kv_length)):
+            return {"position_ids": self._model_positions(plan.num_cached[:, None] + np.arange(plan.width), plan)}
         masks = StepMasks(plan, kv_length, self.device)
-        positions = masks.query_positions
-        if self.support.max_positions is not None:
-            # Only window rows can point past the last position, and what they compute there is never used.
-            positions = positions.clamp(max=self.support.max_positions - 1)
+        positions = self._model_positions(plan.positions, plan)
+        if self.support.encoder_decoder:
+            during.enter_context(positions_in_decoder(self.model, masks, positions))
         if self.support.alibi:
             during.enter_context(positions_as_bias(self.model, masks))
             return {"position_ids": positions}
-        by_kind = {name: self._as_argument(masks.of(kind)) for name, kind in self.support.kinds.items()}
+        by_kind: dict[str, torch.Tensor | None] = {
+            name: self._as_argument(masks.of(kind)) for name, kind in self.support.kinds.items()
+        }
+        if self.support.recurrent:
+            by_kind |= dict.fromkeys(STATE_TYPES)  # padding stands behind all other rows of a state
         mask = by_kind if self.support.by_layer_type else next(iter(by_kind.values()))
         return {"position_ids": positions, "attention_mask": mask}
+
+    def _model_positions(self, positions: Ints, plan: StepPlan) -> torch.Tensor:
+        """Return positions as the model counts them, [batch, rows]."""
+        if self.support.max_positions is not None:
+            # Only padding and window rows can point past the last position: what they compute there is never used.
+            positions = np.minimum(positions, self.support.max_positions - 1)
+        return torch.from_numpy(positions + plan.position_offsets[:, None]).to(self.device)
+
+    def _is_one_block(self, plan: StepPlan, kv_length: int) -> bool:
+        """Whether a step with chains needs no mask: all texts have one length, or no layer looks at other tokens.
+
+        Padding stands behind all other rows, which do not see it.
+        """
+        if not self.support.kinds:
+            return True
+        one_length = bool((plan.num_cached == plan.num_cached[0]).all())
+        return one_length and kv_length == plan.num_cached[0] + plan.width
 
     def _as_argument(self, mask: torch.Tensor) -> torch.Tensor:
         return mask if self.attention == "sdpa" else additive(mask, self.model.dtype)
@@ -166,7 +221,7 @@ class BoundModel:
 
     def refuse(self, reason: str) -> None:
         """Give up speculation for this model."""
-        self.support = replace(self.support, reason=reason)
+        self.support = replace(self.support, mode="none", reason=reason)
 
     @property
     def has_experts(self) -> bool:

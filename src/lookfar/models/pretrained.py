@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
 from lookfar.core.progress import progress_bar
-from lookfar.errors import ConfigError, LookfarError, ModelError, first_sentence
+from lookfar.errors import ConfigError, LookfarError, LookfarWarning, ModelError, first_sentence
 from lookfar.models.demo import demo_model
 from lookfar.models.quiet import quiet
-from lookfar.models.support import causal_class
+from lookfar.models.support import loaded_class, takes_media
 
 
 def load_pretrained(
     name: str, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load "demo", a directory or a hub name.
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
+    """Load "demo", a directory or a hub name: a model, and its tokenizer or the processor that holds one.
 
     `device` is a torch device, or "auto" to spread the model with accelerate; by default the GPU if there is one.
     `dtype` is a torch dtype or its name; by default the checkpoint's own on a GPU, float32 on a CPU.
     """
     device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config, where = read_config(name)
-    causal_class(config)
+    auto, model_class = loaded_class(config)
     with quiet(), progress_bar(f"Loading {name}"):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(where)
-            model = AutoModelForCausalLM.from_pretrained(
-                where, dtype=_dtype(dtype, device), device_map=_device_map(device)
-            )
+            reads_media = takes_media(config, model_class)
+            tokenizer = _processor(where) if reads_media else AutoTokenizer.from_pretrained(where)
+            model = auto.from_pretrained(where, dtype=_dtype(dtype, device), device_map=_device_map(device))
         except LookfarError:
             raise
         except Exception as error:  # transformers, safetensors and tokenizers raise many types
@@ -46,10 +47,20 @@ def load_pretrained(
     return model, tokenizer
 
 
+def _processor(where: str) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """Return the processor of a multimodal model, or its tokenizer if the processor needs a package that is missing."""
+    try:
+        return AutoProcessor.from_pretrained(where)
+    except (ImportError, OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(where)
+        warnings.warn(f"Prompts can hold text only: {first_sentence(error)}.", LookfarWarning, stacklevel=4)
+        return tokenizer
+
+
 def load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, int]:
     """Return the tokenizer of a model and the size of its vocabulary, without loading the weights."""
     config, where = read_config(name)
-    causal_class(config)
+    loaded_class(config)
     try:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(where)

@@ -11,6 +11,8 @@ from lookfar.runners.cuda_graph.availability import why_no_graphs
 from lookfar.runners.eager import EagerRunner
 from lookfar.runners.flat import FlatRunner, why_not_flat
 
+NO_GRAPHS = "its drafts are verified as chains, and only trees are captured"
+
 
 def create_runner(
     model: BoundModel, cuda_graphs: bool | None = None, compile: bool = False, exact: bool | None = None
@@ -21,6 +23,10 @@ def create_runner(
     if cuda_graphs is False and asked:
         raise ConfigError(f"{asked[0]}=True needs CUDA graphs: remove cuda_graphs=False.")
     if not model.support.trees:
+        if asked and model.support.drafts:
+            raise ConfigError(f"{asked[0]}=True is unavailable for this model: {NO_GRAPHS}.")
+        if cuda_graphs is None and model.support.drafts and model.device.type == "cuda":
+            warnings.warn(f"{model.support.model_type} runs without CUDA graphs: {NO_GRAPHS}.", LookfarWarning, 4)
         return EagerRunner(model)
     eager = EagerRunner(model) if why_not_flat(model) else FlatRunner(model)
     if cuda_graphs is False:

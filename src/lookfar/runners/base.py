@@ -50,7 +50,10 @@ class ModelRunner(Protocol):
     """Runs steps on a model."""
 
     model: BoundModel
-    limits: RunnerLimits
+
+    @property
+    def limits(self) -> RunnerLimits:
+        """The steps that it can take."""
 
     @property
     def name(self) -> str:

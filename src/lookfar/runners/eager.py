@@ -10,8 +10,10 @@ import torch
 
 from lookfar.core.arrays import Ints
 from lookfar.core.plan import RunnerLimits, StepPlan
+from lookfar.kvcache.recurrent import RecurrentKVCache
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
+from lookfar.models.time_steps import has_time_step_limits
 from lookfar.models.weight_changes import ModelChange
 from lookfar.runners.base import PendingStep, StepResult, StepShape
 from lookfar.sampling.sampler import greedy, top_k
@@ -21,13 +23,21 @@ class EagerRunner:
     """Runs steps as torch runs them, padded to the widest request."""
 
     name = "eager"
-    limits = RunnerLimits()
 
     def __init__(self, model: BoundModel) -> None:
         self.model = model
 
+    @property
+    def limits(self) -> RunnerLimits:
+        support = self.model.support
+        return RunnerLimits(chain=support.mode == "chain", recurrent=support.recurrent)
+
     def create_cache(self) -> SlotKVCache:
-        return SlotKVCache()
+        if not self.model.support.recurrent:
+            return SlotKVCache()
+        model = self.model.model
+        same = not has_time_step_limits(model)  # they hold for prompts and not for answers
+        return RecurrentKVCache(model.config, reuse=same)
 
     def refresh(self, everything: bool = False) -> ModelChange:
         return self.model.refresh(everything)

@@ -32,9 +32,7 @@ def why_not_flat(model: BoundModel) -> str:
     """Return why a model is never run in flat steps, whatever its code is; empty if it may be."""
     if any(parameter.device.type != "cpu" for parameter in model.model.parameters()):
         return "it is not on a CPU"
-    if model.support.alibi:
-        return "its attention adds a bias by position"
-    return ""
+    return model.support.why_not_flat
 
 
 class FlatRunner(EagerRunner):
@@ -55,8 +53,8 @@ class FlatRunner(EagerRunner):
         return self.model.attention, self.model.fingerprint.structure
 
     @property
-    def limits(self) -> RunnerLimits:  # type: ignore[override]
-        return FLAT if self._works else EagerRunner.limits
+    def limits(self) -> RunnerLimits:
+        return FLAT if self._works else super().limits
 
     def refresh(self, everything: bool = False) -> ModelChange:
         change = super().refresh(everything)
@@ -99,6 +97,7 @@ def _flat_rows(model: BoundModel, plan: StepPlan, masks: torch.Tensor) -> FlatRo
     if model.support.max_positions is not None:
         # Only window rows can point past the last position, and what they compute there is never used.
         positions = positions.clamp(max=model.support.max_positions - 1)
+    positions += torch.from_numpy(np.repeat(plan.position_offsets, plan.lengths))
     embeds = model.embed(tokens, plan, lambda rows: torch.split(rows, plan.lengths)) if feeds_embeds(plan) else None
     logit_rows = torch.from_numpy(flat_logit_rows(plan))
     if not len(logit_rows):

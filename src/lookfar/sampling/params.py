@@ -48,6 +48,7 @@ class PromptRow:
     ids: list[int]
     row: int = 0
     batch: int = 1
+    source: tuple[int, ...] = ()  # what an encoder has read
 
 
 def generation_rules(
@@ -58,7 +59,7 @@ def generation_rules(
 ) -> GenerationRules:
     """Return the rules that `model.generate(prompt, **arguments)` would follow; greedy unless sampling is asked for."""
     try:
-        rules = _rules(model, tokenizer, prompt.ids, dict(arguments))
+        rules = _rules(model, tokenizer, prompt, dict(arguments))
     except RequestError:
         raise
     except (ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError, LookupError) as error:
@@ -74,8 +75,9 @@ def generation_rules(
 
 
 def _rules(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompt: list[int], arguments: dict[str, Any]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, row: PromptRow, arguments: dict[str, Any]
 ) -> GenerationRules:
+    prompt = row.ids
     if not model.can_generate():  # transformers has no rules for such a model
         if extra := [name for name in arguments if name not in ("max_new_tokens", "do_sample")]:
             raise RequestError(
@@ -97,7 +99,7 @@ def _rules(
     processors = model._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=len(prompt),
-        encoder_input_ids=torch.tensor([prompt], device=model.device),
+        encoder_input_ids=torch.tensor([row.source or prompt], device=model.device),
         prefix_allowed_tokens_fn=prefix_function,
         logits_processor=processors,
         device=str(model.device),

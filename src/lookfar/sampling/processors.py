@@ -42,6 +42,7 @@ ROW_WISE = (
     logits_process.ExponentialDecayLengthPenalty,
     logits_process.SuppressTokensAtBeginLogitsProcessor,
     logits_process.WatermarkLogitsProcessor,
+    logits_process.WhisperTimeStampLogitsProcessor,
 )
 # They run the model a second time for every token.
 SECOND_FORWARD = (

@@ -15,10 +15,19 @@ from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.plan import RequestPlan
 from lookfar.core.tree import NO_TREE, DraftTrees
 from lookfar.speculation.acceptance import AcceptanceModel
+from lookfar.speculation.chains import (
+    CANDIDATE_RANGE,
+    CANDIDATES,
+    Chains,
+    ReplayCost,
+    StepWidth,
+    find_chains,
+    path_to,
+)
 from lookfar.speculation.interface import SpeculatedRequest, Walk
 from lookfar.speculation.proposals import DraftingBatch, Member, Proposals
 from lookfar.speculation.row_budget import BudgetKind, Prices, Ranking, RowBudget, StepRows, Windows, kind_of
-from lookfar.speculation.tree_builder import BuildLimits, Candidates, build_candidates
+from lookfar.speculation.tree_builder import DEPTH, BuildLimits, Candidates, build_candidates
 
 RECYCLED = "recycle"  # the source of candidates that no drafter drafted
 NO_GROUPS: Ints = np.zeros(0, np.int64)
@@ -40,6 +49,28 @@ class DraftedGroup:
         scores, urgency = self.candidates.chosen_scores, self.candidates.urgency
         gains = self.acceptance.calibration.apply(scores) * urgency
         return Ranking(scores * urgency, gains, self.candidates.owners)
+
+    def chains(self, kind: BudgetKind, limits: Int32s, step: StepRows) -> list[Chains]:
+        """Return the best paths of each member; their budgets allow `limits` drafts."""
+        gains = self.acceptance.calibration.apply(self.candidates.scores)
+        longest = int(self.candidates.column(DEPTH).max())
+        values, ends = find_chains(self.candidates.nodes, gains, len(self.members), longest)
+        found = []
+        for i, member in enumerate(self.members):
+            length = min(int((ends[i] >= 0).sum()), member.request.speculation.max_rows + 1)
+            pending, limit = step.lengths[member.place], int(limits[i])
+            found.append(Chains(member.place, pending, limit, kind, values[i, :length], ends[i, :length]))
+        return found
+
+    def choose_chains(self, chains: Seq[Chains], width: int, batch: int) -> None:
+        """Make trees of the paths that fill steps of so many rows."""
+        paths, owners = [], []
+        for chain in chains:
+            length = min(width - chain.num_pending, chain.longest)
+            paths.append(path_to(self.candidates.nodes, chain.ends[length], length))
+            owners += [chain.place] * length
+        self.candidates.chosen, self.candidates.owners = np.concatenate(paths), np.array(owners, np.int32)
+        self.choose(len(owners), batch)
 
     def choose(self, count: int, batch: int) -> None:
         """Make trees of the best candidates for a step of `batch` requests."""
@@ -77,7 +108,8 @@ class SourceGroup:
 
     chosen: list[int]  # indexes of members
     members: list[Member]
-    max_rows: Int32s  # [members]
+    max_rows: Int32s  # [members] the most drafts that each may have
+    own_rows: Int32s  # [members] those of its own budget, without rows that others leave
 
 
 @dataclass
@@ -94,6 +126,7 @@ class Drafting(DraftingBatch):
 
     def __init__(self, requests: Seq[SpeculatedRequest], places: Seq[int]) -> None:
         super().__init__(requests, places)
+        self.replay = ReplayCost()
         self._budgets = self._group()
 
     def _group(self) -> list[BudgetGroup]:
@@ -110,7 +143,8 @@ class Drafting(DraftingBatch):
             for chosen in by_kind[kind].values():
                 members = [self.members[i] for i in chosen]
                 most = np.array([max_rows[member.place] for member in members], np.int32)
-                sources.append(SourceGroup(chosen, members, most))
+                own = most if kind != "number" else np.array([budgets[m.place] for m in members], np.int32) - 1
+                sources.append(SourceGroup(chosen, members, most, own))
             everyone = [member for group in sources for member in group.members]
             budget = RowBudget.of(kind, [member.place for member in everyone], budgets, max_rows)
             found.append(BudgetGroup(budget, everyone, sources))
@@ -123,16 +157,39 @@ class Drafting(DraftingBatch):
         proposals = self.propose(limits, about, step.others_wait)
         if self.alone:
             self._budgets = self._group()  # their tables may change
+        if step.limits.chain:
+            return self._draft_chains(proposals, step, prices)
         drafts = Drafts([], self.members, proposals.urgency)
         for group in self._budgets:
             if drafts.groups:
                 step.count_rows()
             drafted = [build_group(proposals, sources, (group.budget, prices), step) for sources in group.sources]
             counts = choose_rows(drafted, group.members, group.budget, step, prices)
-            trees = set_trees(drafted, counts, step.plans)
+            for one, count in zip(drafted, counts, strict=True):
+                one.choose(count, len(step.plans))
+            trees = set_trees(drafted, step.plans)
             drafts.trees = trees if not drafts.groups else None
             drafts.groups += drafted
         return drafts
+
+    def _draft_chains(self, proposals: Proposals, step: StepRows, prices: Prices) -> Drafts:
+        """Give every member the best path of a length that all requests of the step have in common."""
+        drafted, chains = [], []
+        for group in self._budgets:
+            for sources in group.sources:
+                drafted.append(build_group(proposals, sources, (group.budget, prices), step))
+                chains.append(drafted[-1].chains(group.budget.kind, sources.own_rows, step))
+        everyone = [chain for of_group in chains for chain in of_group]
+        costs = None
+        if prices.costs is not None:
+            costs = prices.table(len(step.lengths) * max(c.num_pending + c.longest for c in everyone))
+        rows = StepWidth(everyone, step.lengths, costs)
+        width = rows.best()
+        if step.limits.recurrent:
+            width = rows.settle(width, self.replay)
+        for one, own in zip(drafted, chains, strict=True):
+            one.choose_chains(own, width, len(step.plans))
+        return Drafts(drafted, self.members, proposals.urgency, set_trees(drafted, step.plans))
 
 
 def build_group(
@@ -141,15 +198,18 @@ def build_group(
     """Build the candidates of members that share a build."""
     budget, prices = rows
     vocab_size = group.members[0].request.speculation.state.sources.vocab_size
-    limits = BuildLimits(budget.max_nodes(step), group.max_rows, budget.min_score(step, prices), vocab_size)
+    most, max_nodes = group.max_rows, budget.max_nodes(step)
+    if step.limits.chain:  # a choice between paths
+        most = np.maximum(group.own_rows, np.clip(CANDIDATES * group.own_rows, *CANDIDATE_RANGE)).astype(np.int32)
+        max_nodes = int(most.sum())
+    limits = BuildLimits(max_nodes, most, budget.min_score(step, prices), vocab_size)
     inputs = proposals.of(group.chosen, step.limits.depth)
     return DraftedGroup(group.members, build_candidates(inputs, limits), inputs.acceptance)
 
 
-def set_trees(groups: Seq[DraftedGroup], counts: Seq[int], plans: Seq[RequestPlan]) -> DraftTrees | None:
+def set_trees(groups: Seq[DraftedGroup], plans: Seq[RequestPlan]) -> DraftTrees | None:
     """Give every request of some groups its tree; returns all of them if they are of one group."""
-    for group, count in zip(groups, counts, strict=True):
-        group.choose(count, len(plans))
+    for group in groups:
         parts = group.trees.split()
         for member in group.members:
             plans[member.place].tree = parts[member.place]

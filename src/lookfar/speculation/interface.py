@@ -42,6 +42,9 @@ class SpeculatedRequest(Protocol):
 
     ids: list[int]  # prompt and output
     num_cached: int  # tokens that are in the KV cache
+    source_length: int  # tokens at the start of `ids` that only an encoder reads
+    position_offset: int  # of its positions, as the model counts them
+    source: Any  # what the decoder of an encoder-decoder model reads of its source
     kv: int  # its handle in the KV cache
     sampler: Sampler
     speculation: RequestSpeculation
@@ -51,8 +54,20 @@ class SpeculatedRequest(Protocol):
         """End the request with an error."""
 
     @property
+    def first_pending(self) -> int:
+        """The index in `ids` of the first token that is not in the KV cache yet."""
+
+    @property
     def num_pending(self) -> int:
         """Tokens that are not in the KV cache yet."""
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a prompt is being processed, or as many tokens as if it were one."""
+
+    @property
+    def prompt_pending(self) -> int:
+        """Tokens of the prompt that are not in the KV cache yet."""
 
     @property
     def remaining(self) -> int:
@@ -83,6 +98,13 @@ class Batch(Protocol):
     def requests(self) -> Seq[SpeculatedRequest]: ...
     @property
     def chunks(self) -> Seq[int]: ...
+    def catch_up(self) -> None:
+        """Restrict the step to requests that have tokens to feed again, the same number for each."""
+
+    @property
+    def is_first_pass(self) -> bool:
+        """Whether transformers runs the step, which takes no draft tokens."""
+
     @property
     def others_wait(self) -> bool:
         """Whether other requests wait for a place in the batch."""

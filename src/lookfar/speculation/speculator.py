@@ -80,20 +80,24 @@ class Speculator:
     def plan(self, batch: Batch, limits: RunnerLimits) -> StepPlan:
         """Plan the next forward pass of a batch."""
         self._learn_rate(batch.started)
-        requests = batch.requests
         self._step = step = self._decide(batch)
-        if step.prefills:
+        if limits.recurrent and not step.prefills and not step.speculates:
+            batch.catch_up()
+        requests = batch.requests
+        if any(request.num_pending > 1 for request in requests):
             # Captured steps compute the logits of all rows. Elsewhere those of prompt rows take time from every request
             sharing = 1 if limits.captured else len(requests)
             chunks = zip(requests, batch.chunks, strict=True)
             rows = [plan_pending(request, chunk, sharing) for request, chunk in chunks]
         else:
             rows = plan_last_tokens(requests)
-        if step.speculates and any(request.speculation.drafters for request in requests):
+        drafts = step.speculates and not (step.prefills and limits.recurrent)  # or a rejected draft repeats the chunk
+        if drafts and any(request.speculation.drafters for request in requests):
             step.drafts = self._draft(requests, StepRows(rows, limits, batch.others_wait), self._prices(step))
         wanted = (step.speculates or step.prefills) and any(r.speculation.wants_predictions for r in requests)
         top_k = (SAMPLED_TOP_K if step.samples else TOP_K) if wanted else 0
         step.plan = StepPlan(rows, top_k, trees=step.drafts.trees if step.drafts is not None else None)
+        step.plan.prefills = any(request.prompt_pending for request in requests)
         return step.plan
 
     def _prices(self, step: StepRecord) -> Prices:
@@ -124,8 +128,10 @@ class Speculator:
     def _decide(self, batch: Batch) -> StepRecord:
         """Decide whether a step speculates. The controller is asked where all budgets are automatic."""
         requests = batch.requests
-        prefills = any(request.num_pending > 1 for request in requests)
         samples = any(request.sampler.random is not None for request in requests)
+        if batch.is_first_pass:
+            return StepRecord(batch, samples, False, True, None)
+        prefills = any(request.is_prefilling for request in requests)
         if self.costs is None or not all(request.speculation.budget == "auto" for request in requests):
             return StepRecord(batch, samples, True, prefills, None)
         kind = step_kind(len(requests), samples)
@@ -188,8 +194,7 @@ class Speculator:
                 if speculation.uses_window and walk is not None:
                     rows = step.plan.requests[member.place]
                     speculation.state.update_window_value(window_gain(speculation.drafters, rows, walk.nodes))
-        decodes = all(len(rows.pending) == 1 for rows in step.plan.requests)
-        if self.costs is not None and decodes and step.result.is_warm:
+        if self.costs is not None and not step.prefills and step.result.is_warm:
             self.costs.refine(step.result.num_rows, step.result.seconds, step.kind)
 
     def _learn_rate(self, now: float) -> None:
@@ -220,6 +225,8 @@ def plan_last_tokens(requests: Seq[SpeculatedRequest]) -> list[RequestPlan]:
                 predict=predict,
                 embeds=request.embeds,
                 sampler=sampled,
+                position_offset=request.position_offset,
+                source=request.source,
             )
         )
     return plans
@@ -230,17 +237,21 @@ def plan_pending(request: SpeculatedRequest, chunk: int, sharing: int) -> Reques
 
     `sharing` requests share the rows whose predictions drafters get.
     """
-    start = request.num_cached
+    start = request.first_pending
     pending = np.array(request.ids[start : start + chunk], dtype=np.int64)
     predict = 0
     if request.speculation.wants_predictions:
+        predict = 1
+    if predict and request.is_prefilling:
         predict = max(start + len(pending) - max(request.predicted_from(sharing), start), 0)
     return RequestPlan(
         pending,
-        start,
+        request.num_cached,
         request.kv,
         complete=len(pending) == request.num_pending,
         predict=predict,
         embeds=request.embeds,
         sampler=request.sampler if request.sampler.random is not None else None,
+        position_offset=request.position_offset,
+        source=request.source,
     )

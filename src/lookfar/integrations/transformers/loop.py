@@ -18,7 +18,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from lookfar.drafters.registry import StrategySpec, parse_strategy
 from lookfar.engine.outputs import StepOutput
-from lookfar.errors import RequestError
+from lookfar.errors import FirstPassError, RequestError, first_sentence
 from lookfar.integrations.transformers.call import GenerateCall, UnsupportedCall
 from lookfar.integrations.transformers.results import LockstepStreamer, build_result
 from lookfar.integrations.transformers.state import ATTRIBUTE, ModelState, state_of
@@ -40,11 +40,13 @@ def generate(
     streamer: BaseStreamer | None = None,
     strategy: StrategySpec = None,
     budget: Budget = None,
+    inputs_tensor: torch.Tensor | None = None,
     **inputs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode a call of `model.generate(**inputs, custom_generate=lookfar.generate)`.
 
-    `strategy` and `budget` can be given to `model.generate` beside it.
+    `strategy` and `budget` can be given to `model.generate` beside it. `inputs_tensor` is what an encoder has read;
+    transformers passes it to loops that name it.
     """
     streamer = streamer or _streamer_of_caller()
     mode = generation_config.get_generation_mode()
@@ -63,7 +65,7 @@ def generate(
             )
         return getattr(type(model), loop)(model, input_ids, **prepared, **inputs)
     state = state_of(model)
-    call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+    call = GenerateCall(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs, inputs_tensor)
     try:
         if synced_gpus:
             raise UnsupportedCall("synced_gpus is set")
@@ -71,13 +73,16 @@ def generate(
         lm = state.lm_of(model)
         call.check(lm)
         requests = call.requests(lm, *lm.speculation_for(strategy, budget))
+        if len(requests) > lm.engine.scheduler.max_batch:
+            lm.driver.call(lambda: lm.engine.widen(len(requests)))
+        try:
+            results = lm.run(requests, _observers(call, streamer))
+        except FirstPassError as error:  # nothing was decoded yet
+            raise UnsupportedCall(lm.engine.runner.model.first_pass_refused or first_sentence(error)) from None
     except UnsupportedCall as reason:
         state.stats = []
         state.warn(model, str(reason))
         return stock_loop(model)(model, input_ids, **prepared, **inputs)
-    if len(requests) > lm.engine.scheduler.max_batch:
-        lm.driver.call(lambda: lm.engine.widen(len(requests)))
-    results = lm.run(requests, _observers(call, streamer))
     if streamer is not None:
         streamer.end()
     state.stats = [result.stats for result in results]

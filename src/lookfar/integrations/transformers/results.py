@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from lookfar.engine.outputs import RequestResult, StepOutput
 from lookfar.engine.request import Request
 from lookfar.integrations.transformers.call import GenerateCall
+from lookfar.models.first_forward import FirstForward, new_cache
+from lookfar.models.time_steps import decoding
 from lookfar.sampling.sampler import process
 
 
@@ -37,20 +40,22 @@ class LockstepStreamer:
 
 def build_result(
     call: GenerateCall, requests: list[Request], results: list[RequestResult]
-) -> torch.Tensor | GenerateDecoderOnlyOutput:
+) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
     """Return token ids, or a dictionary with scores, logits and cache if the call asks for one."""
     steps = max(len(result.token_ids) for result in results)
     new = [result.token_ids + [call.pad_token] * (steps - len(result.token_ids)) for result in results]
     ids = torch.cat([call.input_ids, torch.tensor(new, device=call.input_ids.device)], -1)
     logits = None
-    if call.returns_cache:
-        logits = _fill_cache(call, results, ids, steps)
+    first = requests[0].kv.first.call if requests[0].kv.first is not None else None
+    if call.returns_cache and call.past is not None:
+        logits = _fill_cache(call, results, ids, first)
     if not call.config.return_dict_in_generate:
         return ids
     scores, raw = call.config.output_scores, call.config.output_logits
     if scores or raw:
-        _add_padding_scores(call, requests, results, ids, logits)
-    return GenerateDecoderOnlyOutput(
+        _add_padding_scores(call, requests, results, ids, logits, first)
+    kind = GenerateEncoderDecoderOutput if call.has_encoder else GenerateDecoderOnlyOutput
+    return kind(
         sequences=ids,
         scores=tuple(map(torch.stack, zip(*(r.scores for r in results), strict=True))) if scores else None,
         logits=tuple(map(torch.stack, zip(*(r.logits for r in results), strict=True))) if raw else None,
@@ -58,21 +63,30 @@ def build_result(
     )
 
 
-def _fill_cache(call: GenerateCall, results: list[RequestResult], ids: torch.Tensor, steps: int) -> torch.Tensor | None:
+def _fill_cache(
+    call: GenerateCall, results: list[RequestResult], ids: torch.Tensor, first: FirstForward | None
+) -> torch.Tensor | None:
     """Give the caller's cache the KV of all tokens but the last, as `generate` leaves it.
 
     The KV of one sequence is copied. The engine stores no padding, so the KV of a padded batch is computed in one
-    more forward pass, which also gives the logits of the last `steps` places.
+    more forward pass, which also gives the logits of all emitted tokens. So is that of a decoder with its source.
     """
-    cache = call.past
-    if cache is None:
-        return None
+    cache: Any = call.past
     if results[0].exported is not None:
-        for layer, kv in enumerate(results[0].exported):
+        for layer, kv in enumerate(results[0].exported.layers):
             if kv is not None:
-                cache.update(*kv, layer)
+                cache.update(*kv[:2], layer)
+                if len(kv) > 2:
+                    cache.update_indexer(kv[2][:, 0], layer)
         return None
-    return _forward(call, ids[:, :-1], steps, cache)
+    return _all_logits(call, ids, cache, first)
+
+
+def _all_logits(call: GenerateCall, ids: torch.Tensor, cache: Any, first: FirstForward | None) -> torch.Tensor:
+    """Return the logits of all emitted tokens, [batch, tokens, vocabulary], and fill a cache."""
+    if first is None:
+        return _forward(call, ids[:, :-1], ids.shape[1] - call.input_ids.shape[1], cache)
+    return first.replay(cache, ids[:, call.input_ids.shape[1] : -1])
 
 
 def _forward(call: GenerateCall, ids: torch.Tensor, last: int, cache: DynamicCache) -> torch.Tensor:
@@ -97,12 +111,13 @@ def _forward(call: GenerateCall, ids: torch.Tensor, last: int, cache: DynamicCac
     for start, end, feed in ((0, before, prompt), (before, mask.shape[1], answer)):
         if start == end:
             continue
-        feed |= {"attention_mask": mask[:, :end], "past_key_values": cache, "use_cache": True}
+        name = "cache_params" if "cache_params" in inputs else "past_key_values"
+        feed |= {"attention_mask": mask[:, :end], name: cache, "use_cache": True}
         if "position_ids" in inputs:
             feed["position_ids"] = positions[:, start:end]
         if "logits_to_keep" in inputs:
             feed["logits_to_keep"] = min(last, end - start)
-        with torch.no_grad():
+        with torch.no_grad(), decoding() if start else nullcontext():
             logits.append(model(**feed, return_dict=True).logits)
     return torch.cat(logits, 1)[:, -last:]
 
@@ -113,13 +128,15 @@ def _add_padding_scores(
     results: list[RequestResult],
     ids: torch.Tensor,
     logits: torch.Tensor | None,
+    first: FirstForward | None,
 ) -> None:
     """Add the scores of padding: `generate` goes on after a finished sequence until all are, and reports them too."""
     steps = ids.shape[1] - call.input_ids.shape[1]
     if all(len(result.token_ids) == steps for result in results):
         return
     if logits is None:
-        logits = _forward(call, ids[:, :-1], steps, DynamicCache(config=call.model.config.get_text_config()))
+        cache = DynamicCache(config=call.model.config.get_text_config()) if first is None else new_cache(call.model)
+        logits = _all_logits(call, ids, cache, first)
     for row, (request, result) in enumerate(zip(requests, results, strict=True)):
         for place in range(len(result.token_ids), steps):
             own = logits[row, place].float().to(ids.device)

@@ -19,6 +19,8 @@ def why_no_graphs(model: BoundModel) -> str:
         return "it is spread over several devices"
     if model.model.dtype not in GRAPH_DTYPES:
         return f"it is {str(model.model.dtype).removeprefix('torch.')}, and the kernels take float32 and half precision"
+    if model.support.indexed:
+        return "its indexer reads the mask"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     return ""

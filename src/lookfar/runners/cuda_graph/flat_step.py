@@ -57,6 +57,9 @@ class FlatStep:
             # Only window rows can point past the last position, and what they compute there is never used.
             positions = self.table.arrays.inputs[POSITIONS]
             np.minimum(positions, last - 1, out=positions)
+        if plan.position_offsets.any():
+            rows = np.repeat(plan.position_offsets, plan.lengths)
+            self.table.arrays.inputs[POSITIONS, : len(rows)] += rows
         return filled
 
     def clear(self) -> None:

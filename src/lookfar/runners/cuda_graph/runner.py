@@ -71,8 +71,8 @@ class CudaGraphRunner:
 
     def why_unavailable(self) -> str:
         """Run a small tree and return why this model cannot be run in flat steps; empty if it can."""
-        if self.model.support.alibi:
-            return "its attention adds a bias by position"
+        if self.model.support.why_not_flat:
+            return self.model.support.why_not_flat
         plan, cache = branched_plan(self.model.vocab_size), one_slot(CAPACITY)
         with _on(self.model.device):
             expected = self.model.forward(plan, one_slot(CAPACITY))[0]
