@@ -151,7 +151,7 @@ class Replay:
 
 
 def compare(
-    texts: dict[str, list[Text]], longest: int, batch: int, **settings: Any
+    texts: dict[str, list[Text]], longest: int, batch: int, factor: float = 1.0, **settings: Any
 ) -> dict[str, dict[str, list[float]]]:
     """Return tokens per step and draft tokens per step of each suite and method."""
     from lookfar.integrations.vllm import Proposer
@@ -162,7 +162,7 @@ def compare(
         ours.load_model(None)
         passes: list[tuple[str, Any]] = [("ngram 4 to 2", NGram(longest)), ("ngram 3 to 1", NGram(longest, 3, 1))]
         if find_spec("arctic_inference"):
-            suffix = ArcticSuffix(longest)
+            suffix = ArcticSuffix(longest, factor=factor)
             passes += [("suffix, cold", suffix), ("suffix, warm", suffix)]
         passes += [("lookfar, cold", ours), ("lookfar, warm", ours)]
         for name, proposer in passes:
@@ -218,6 +218,7 @@ def main() -> None:
     parser.add_argument("--draft", type=int, default=5, help="the most draft tokens (K)")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--min-probability", type=float, default=0.05)
+    parser.add_argument("--suffix-factor", type=float, default=1.0, help="`max_spec_factor` of vLLM's suffix method")
     options = parser.parse_args()
     path = options.record or options.texts
     if path is None:
@@ -225,7 +226,8 @@ def main() -> None:
     if options.record:
         record(path, options.data, options.limit, options.max_new_tokens)
     texts = {suite: [(p, o) for p, o in found] for suite, found in json.loads(path.read_text()).items()}
-    report = compare(texts, options.draft, options.batch, min_probability=options.min_probability)
+    settings = {"factor": options.suffix_factor, "min_probability": options.min_probability}
+    report = compare(texts, options.draft, options.batch, **settings)
     table = Table("tokens (drafted) per step", *texts, title=f"K = {options.draft}, batches of {options.batch}")
     for name, cells in report.items():
         table.add_row(name, *(f"{tokens:.2f} ({drafted:.1f})" for tokens, drafted in cells.values()))

@@ -81,6 +81,7 @@ def test_tokens_of_sampled_requests_stay_the_same(server: RedisServer, llama: Pr
     assert [done.token_ids for done in second.generate(prompts, **asked)] == one
 
 
+@pytest.mark.slow
 def test_the_server_is_killed_and_restarted_under_load(tmp_path: Path, llama: PreTrainedModel) -> None:
     lms = [lookfar.LM(llama, strategy="suffix", budget=4) for _ in range(2)]
     shares: list[Share] = []
@@ -432,6 +433,7 @@ def test_a_forked_process_publishes_under_a_name_of_its_own(server: RedisServer)
     assert sorted(texts_of(two)) == sorted(texts_of(one)) == [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
 
 
+@pytest.mark.slow
 def test_the_last_answer_of_a_program_is_published(server: RedisServer) -> None:
     program = (
         "from lookfar.retrieval.draft_store import DraftStore; from lookfar.sharing.share import Share; import sys\n"
