@@ -23,7 +23,7 @@ LAYERS = (
     ("drafters", "runners"),
     ("speculation",),
     ("engine",),
-    ("streams", "profiles", "options", "inputs"),
+    ("streams", "profiles", "options", "sharing", "inputs"),
     ("lm",),
     ("loading",),
     ("integrations", "explain", "bench", "testing"),

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lookfar.loading import load
     from lookfar.retrieval.draft_store import DraftStore
     from lookfar.sampling.grammar import constrain
+    from lookfar.sharing.share import Share
     from lookfar.streams import Chunk, Completion, Stream
 
 # Where each public name is defined. Names are imported on first use, so that `lookfar --help` does not wait for torch.
@@ -58,6 +59,7 @@ _MODULES = {
     "drafters.suffix": ("Suffix",),
     "drafters.trie": ("Trie",),
     "sampling.grammar": ("constrain",),
+    "sharing.share": ("Share",),
     "errors": (
         "CapacityError",
         "ConfigError",
@@ -95,6 +97,7 @@ __all__ = [
     "Proposal",
     "Recycle",
     "RequestError",
+    "Share",
     "Stats",
     "StepOutput",
     "StoreError",

@@ -115,8 +115,9 @@ class LM:
         return self.draft_state.store
 
     def forget(self) -> None:
-        """Start with an empty draft state; the contents of the store are dropped too."""
-        self.draft_state = self.new_draft_state(self.draft_state.sources.vocab_size)
+        """Start with an empty draft state; the contents of the store are dropped too. It is shared as it was before."""
+        old, self.draft_state = self.store, self.new_draft_state(self.draft_state.sources.vocab_size)
+        old.hand_over(self.store)
 
     def new_draft_state(self, vocab_size: int) -> DraftState:
         """Return the draft state that a new LM starts with."""
@@ -168,7 +169,7 @@ class LM:
         transformers. `on_step` is called in this thread with the output of each step.
         """
         requests, single = self.requests(prompt, **options)
-        completions = [self._completion(result) for result in self.run(requests, on_step)]
+        completions = [Completion.of(result, self.tokenizer) for result in self.run(requests, on_step)]
         return completions[0] if single else completions
 
     def stream(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Stream:
@@ -343,8 +344,3 @@ class LM:
             self._warned.add(reason)
             name = self.engine.runner.model.support.model_type
             warnings.warn(f"{name} decodes without speculation: {reason}.", LookfarWarning, stacklevel=5)
-
-    def _completion(self, result: RequestResult) -> Completion:
-        output = result.token_ids
-        text = self.tokenizer.decode(output, skip_special_tokens=True) if self.tokenizer is not None else ""
-        return Completion(str(text), output, result.finish_reason, result.stats)

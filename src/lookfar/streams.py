@@ -11,7 +11,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from lookfar.detokenizer import detokenizer
-from lookfar.engine.outputs import StepOutput
+from lookfar.engine.outputs import RequestResult, StepOutput
 from lookfar.engine.request import FinishReason, Request
 from lookfar.engine.stats import Stats
 from lookfar.sampling.noise import SamplingNoise
@@ -38,6 +38,12 @@ class Completion:
     token_ids: list[int]  # as `model.generate` returns them, the stop token included
     finish_reason: FinishReason  # "stop" at a stop token, stop string or criterion, "length" at max_new_tokens
     stats: Stats
+
+    @classmethod
+    def of(cls, result: RequestResult, tokenizer: PreTrainedTokenizerBase | None) -> Completion:
+        """Return the answer that a request ended with."""
+        text = tokenizer.decode(result.token_ids, skip_special_tokens=True) if tokenizer is not None else ""
+        return cls(str(text), result.token_ids, result.finish_reason, result.stats)
 
 
 class OutputSource(Protocol):

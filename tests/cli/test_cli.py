@@ -263,6 +263,13 @@ def test_mistakes_with_stores_and_budgets_end_in_one_sentence(
     assert "Traceback" not in shown.err
 
 
+def test_a_wrong_url_for_sharing_ends_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "generate", "hi", "--share", "http://host") == 2
+    assert "looks like redis://user:password@host:6379" in capsys.readouterr().err
+
+
 def test_stores_of_two_tokenizers_are_not_merged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

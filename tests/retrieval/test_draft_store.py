@@ -113,11 +113,11 @@ def test_numbers_that_point_outside_are_refused_even_with_a_right_checksum(tmp_p
     for name, value in (("text", 1000), ("tokens", -5), ("parents", 10**6), ("counts", 0)):
         contents = made().contents()
         getattr(contents, name)[0] = value
-        write_store_file(path, contents, 100, "")
+        write_store_file(path, StoreHeader(VERSION, 100, ""), contents)
         with pytest.raises(StoreError, match="damaged"):
             DraftStore(100).load(path)
     for changed in ({"text": np.zeros(3, np.int64)}, {"counts": np.ones((2, 2), np.int32)}):
-        write_store_file(path, made().contents()._replace(**changed), 100, "")
+        write_store_file(path, StoreHeader(VERSION, 100, ""), made().contents()._replace(**changed))
         with pytest.raises(StoreError, match="damaged"):
             DraftStore(100).load(path)
 
@@ -285,6 +285,6 @@ def test_a_vocabulary_beyond_all_numbers(tmp_path: Path) -> None:
     path = tmp_path / "a.store"
     contents = made().contents()
     for size in (10**30, -1):
-        write_store_file(path, contents, size, "")
+        write_store_file(path, StoreHeader(VERSION, size, ""), contents)
         with pytest.raises(StoreError):
             DraftStore(100).load(path)

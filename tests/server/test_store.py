@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from lookfar.retrieval.draft_store import DraftStore
 from lookfar.server.config import ServerConfig
 from lookfar.server.keys import load_keys
 from lookfar.server.service import Service
+from redis_server import RedisServer, needs_server
 
 WRITER = """
 import sys, numpy as np
@@ -68,6 +70,37 @@ def test_namespaces_have_files_of_their_own(lm: LM, tmp_path: Path) -> None:
             httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
     assert _tokens(tmp_path / "answers.alice.store") >= 8
     assert not (tmp_path / "answers.bob.store").exists()
+
+
+@needs_server
+def test_replicas_draft_from_answers_of_each_other_and_tenants_do_not(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice a-key\nbob b-key\n")
+
+    def ask(url: str, key: str) -> dict[str, Any]:
+        body = {"prompt": "Hello there, hello", "max_tokens": 32, "lookfar": {"strategy": "suffix", "budget": 8}}
+        headers = {"Authorization": f"Bearer {key}"}
+        answered: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).json()
+        return answered
+
+    with RedisServer(tmp_path) as redis:
+        config = ServerConfig(model_name="tiny", share=redis.url)
+        with (
+            live_server(byte_lm(), config, load_keys(keys, "")) as first,
+            live_server(byte_lm(), config, load_keys(keys, "")) as second,
+        ):
+            for server in (first, second):
+                states = [server.service.namespaces.draft_state(name) for name in ("alice", "bob")]
+                wait_until(lambda states=states: all(state.store.sharing is not None for state in states))
+            alone = ask(first.url, "a-key")
+            share = second.service.share
+            assert share is not None
+            wait_until(lambda: share.counts.received > 0)
+            warm, other = ask(second.url, "a-key"), ask(second.url, "b-key")
+    texts = [one["choices"][0]["text"] for one in (alone, warm, other)]
+    assert texts[0] == texts[1] == texts[2]
+    steps = [one["usage"]["lookfar"]["steps"] for one in (alone, warm, other)]
+    assert steps[1] < steps[0] == steps[2]
 
 
 def test_a_store_that_cannot_be_used_is_an_error_at_the_start(lm: LM, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def chat(
     settings: options.Settings = None,
     budget: options.Budget = None,
     store: options.StoreFile = None,
+    share: options.Share = None,
     pack: options.Pack = None,
     compile: options.Compile = False,
     exact: options.Exact = None,
@@ -52,7 +53,8 @@ def chat(
         generation = {"max_tokens": max_new_tokens, "budget": rows, **sampling}
         _converse(RemoteConversation(Server(url, key), system, generation, strategy))
         return
-    lm = options.load_model(model, options.ModelOptions(device, dtype, max_length, store, pack, compile, exact))
+    how = options.ModelOptions(device, dtype, max_length, store, pack, compile, exact, share)
+    lm = options.load_model(model, how)
     lm.chat_ids([{"role": "user", "content": "Hi"}])  # fails now if the model has no chat template
     with contextlib.suppress(KeyboardInterrupt):  # the first answer is only slower without it
         lm.warmup(requests=1, length=4 * max_new_tokens, sampling=bool(sampling))

@@ -16,6 +16,7 @@ def generate(
     settings: options.Settings = None,
     budget: options.Budget = None,
     store: options.StoreFile = None,
+    share: options.Share = None,
     pack: options.Pack = None,
     compile: options.Compile = False,
     exact: options.Exact = None,
@@ -39,7 +40,8 @@ def generate(
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     asked = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
     asked |= options.constraints(stop, json_schema, regex)
-    lm = options.load_model(model, options.ModelOptions(device, dtype, max_length, store, pack, compile, exact))
+    how = options.ModelOptions(device, dtype, max_length, store, pack, compile, exact, share)
+    lm = options.load_model(model, how)
     ids, _ = options.prompt_ids(lm, prompt, raw)
     asked |= {"max_new_tokens": max_new_tokens, "strategy": chosen, "budget": rows}
     if as_json:

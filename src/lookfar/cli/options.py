@@ -36,6 +36,15 @@ Budget = Annotated[
     typer.Option(help="Rows per step: auto, or a number. Default: auto for auto, otherwise everything proposed."),
 ]
 StoreFile = Annotated[Path | None, typer.Option("--store", help="A store of past texts to draft from.")]
+Share = Annotated[
+    str | None,
+    typer.Option(
+        envvar="LOOKFAR_SHARE",
+        metavar="URL",
+        help="Share the draft store with other replicas through a Redis or Valkey server: redis://host, or rediss:// "
+        "for TLS. A password is safer in the environment variable.",
+    ),
+]
 Pack = Annotated[
     bool | None,
     typer.Option("--pack/--no-pack", help="Keep a packed copy of the weights. By default on a CPU, if memory allows."),
@@ -137,6 +146,7 @@ class ModelOptions:
     pack: bool | None = None
     compile: bool = False
     exact: bool | None = None
+    share: str | None = None
 
 
 def load_model(name: str, options: ModelOptions) -> LM:

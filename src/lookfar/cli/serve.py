@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lookfar.lm import LM
     from lookfar.speculation.row_budget import Budget
 
+_log = getLogger("lookfar.server").info
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -74,6 +75,7 @@ def serve(
     max_length: options.MaxLength = None,
     prefill_chunk: PrefillChunk = None,
     prefix_memory: PrefixMemory = 1.0,
+    share: options.Share = None,
     max_queue: MaxQueue = 256,
     timeout: Timeout = 600.0,
     drain: Drain = 30.0,
@@ -104,21 +106,18 @@ def serve(
         drain_seconds=drain,
         store=store,
         save_seconds=save_seconds,
+        share=share,
         allowed_hosts=tuple(one.lower() for one in hosts),
         cors_origins=tuple(cors or ()),
     )
     set_up_logs(log.value)
-    say = getLogger("lookfar.server").info
-    say("Loading %s", model)
     chosen = options.strategies(strategy, settings), options.rows(budget)
-    lm = _load(
-        model, options.ModelOptions(device, dtype, max_length, None, pack, compile, exact), max_batch, prefill_chunk
-    )
+    how = options.ModelOptions(device, dtype, max_length, None, pack, compile, exact)
+    lm = _load(model, how, max_batch, prefill_chunk)
     _speculate(lm, *chosen)
     lm.remember = remember
     if warmup:
-        say("Warming up")
-        lm.warmup(sampling=True)
+        _warm_up(lm)
     serve_forever(lm, config, known, (host, port))
 
 
@@ -135,9 +134,15 @@ def _load(model: str, given: options.ModelOptions, max_batch: int, prefill_chunk
 
     from lookfar.loading import load
 
+    _log("Loading %s", model)
     logging.set_verbosity_error()
     on_cpu = (given.device or "").startswith("cpu") or not torch.cuda.is_available()
     return load(model, max_batch=max_batch, prefill_chunk=prefill_chunk or (128 if on_cpu else 512), **vars(given))
+
+
+def _warm_up(lm: LM) -> None:
+    _log("Warming up")
+    lm.warmup(sampling=True)
 
 
 def _speculate(lm: LM, strategies: tuple[Strategy, ...] | None, budget: Budget) -> None:

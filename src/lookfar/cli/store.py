@@ -74,10 +74,10 @@ def merge(out: Out, stores: Stores) -> None:
     first = read[0][0]
     merged = DraftStore(first.vocab_size)
     for path, (header, contents) in zip(stores, read, strict=True):
-        if header != first:
+        if header.made_for != first.made_for:
             raise StoreError(f"{path} and {stores[0]} were made with different tokenizers: merge stores of one model.")
-        merged.merge(contents)
-    write_store_file(out, merged.contents(), first.vocab_size, first.tokenizer)
+        merged.merge(contents, header.learned)
+    write_store_file(out, first._replace(learned=merged.provenance.dumps()), merged.contents())
     options.say("Written", f"{out}, {merged.tokens} tokens of {len(stores)} stores", "green")
 
 

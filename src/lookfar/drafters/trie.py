@@ -11,7 +11,7 @@ import numpy as np
 from lookfar.core.arrays import Floats, Int32s, stack
 from lookfar.drafters.base import MAX_SCORE, DraftContext, Drafter, Outcome, Proposal, Strategy
 from lookfar.errors import ConfigError
-from lookfar.retrieval.draft_store import DraftStore
+from lookfar.retrieval.draft_store import IN_TRIE, DraftStore
 from lookfar.retrieval.trie import CountedTrie
 
 
@@ -62,6 +62,7 @@ class TrieDrafter:
         self.prompt = CountedTrie(settings.branch_length + 1, max_nodes=1 << 22)
         if settings.source != "output":
             self.prompt.insert(prompt)
+        self.prompt_length = len(prompt)
         self.inserted = len(prompt)  # branches that start before this place are counted
 
     def propose(self, ids: Seq[int], limit: int) -> Proposal:
@@ -114,6 +115,8 @@ class TrieDrafter:
             last = min(len(ids), whole + self.settings.branch_length)
             self.store.count(ids[self.inserted : last], until=whole - self.inserted)
             self.inserted = whole
+        if outcome.finished:
+            self.store.share(ids[self.prompt_length :], IN_TRIE)
 
 
 def _as_proposal(found: list[tuple[Int32s, Floats, int]]) -> Proposal:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s
 from lookfar.core.locks import fork_safe_lock
 from lookfar.errors import StoreError
-from lookfar.retrieval.store_file import StoreContents, read_store_file, tokenizer_fingerprint, write_store_file
+from lookfar.retrieval.provenance import Provenance
+from lookfar.retrieval.store_file import (
+    VERSION,
+    StoreContents,
+    StoreHeader,
+    read_store_file,
+    tokenizer_fingerprint,
+    write_store_file,
+)
 from lookfar.retrieval.suffix_index import END, FollowedTexts, Matches, SuffixIndex
 from lookfar.retrieval.trie import CountedNodes, CountedTrie
 
@@ -23,6 +31,17 @@ MAX_TOKENS = 4 << 20  # 28 bytes each with the hash chains; beyond that the olde
 MAX_NODES = 2 << 20  # 40 bytes each with the hash table; beyond that counts are halved
 BRANCH_LENGTH = 13  # a token and what followed it, as deep as the trie goes
 CHAINED_LENGTHS = (8, 4, 2)
+IN_INDEX, IN_TRIE = 1, 2  # where a shared text belongs
+
+
+class StoreSharing(Protocol):
+    """The connection of a store to those of other replicas (`lookfar.sharing`)."""
+
+    def publish(self, use: int, ids: Seq[int]) -> None:
+        """Tell other replicas about a text; `use` is `IN_INDEX`, `IN_TRIE` or their sum. Returns at once."""
+
+    def move_to(self, store: DraftStore) -> None:
+        """Share another store from now on."""
 
 
 class DraftStore:
@@ -40,6 +59,8 @@ class DraftStore:
         self.tokenizer = tokenizer
         self.index = SuffixIndex(max_tokens, CHAINED_LENGTHS)
         self.trie = CountedTrie(BRANCH_LENGTH, max_nodes)
+        self.provenance = Provenance()
+        self.sharing: StoreSharing | None = None
         self._lock = fork_safe_lock()
 
     @property
@@ -55,8 +76,10 @@ class DraftStore:
         """Add texts, or lists of token ids, to draft from; return the number of tokens."""
         count = 0
         for ids in self._as_ids(texts):
-            self.add(ids)
-            self.count(ids)
+            with self._lock:
+                self.index.extend([*ids, END])
+                self.trie.insert(ids)
+                self.share(ids, IN_INDEX + IN_TRIE)
             count += len(ids)
         return count
 
@@ -80,14 +103,38 @@ class DraftStore:
                 yield ids.tolist()
 
     def add(self, ids: Seq[int]) -> None:
-        """Add a text to the suffix index."""
+        """Add a text to the suffix index, here and in other replicas. It must not change afterwards."""
         with self._lock:
             self.index.extend([*ids, END])
+            self.share(ids, IN_INDEX)
 
     def count(self, ids: Seq[int], until: int | None = None) -> None:
         """Count the branches of a text in the trie, or those that start before `until`."""
         with self._lock:
             self.trie.insert(ids, until)
+
+    def share(self, ids: Seq[int], use: int) -> None:
+        """Publish a text that was learned, if the store is shared."""
+        with self._lock:
+            if self.sharing is not None:
+                self.sharing.publish(use, ids)
+
+    def hand_over(self, store: DraftStore) -> None:
+        """Let another store be shared instead of this one."""
+        with self._lock:
+            if self.sharing is not None:
+                self.sharing.move_to(store)
+
+    def receive(self, ids: Seq[int] | Int32s, use: int, origin: str, number: int) -> bool:
+        """Learn a text that another replica published; returns whether it was new."""
+        with self._lock:
+            if not self.provenance.accept(origin, number):
+                return False
+            if use & IN_INDEX:
+                self.index.extend(np.append(ids, np.int32(END)))
+            if use & IN_TRIE:
+                self.trie.insert(ids)
+        return True
 
     def find(self, tail: Int32s, limit: int, depth: int) -> tuple[Int32s, Int32s]:
         """Return continuations of the longest suffixes of `tail`, and the lengths of their matches."""
@@ -98,6 +145,11 @@ class DraftStore:
         """Return continuations of the ends of several texts, in themselves and in the store (`FollowedTexts.find`)."""
         with self._lock:
             return followed.find(texts, wanted, self.index)
+
+    def find_new(self, followed: FollowedTexts, new: Seq[Int32s], wanted: Int32s) -> Matches:
+        """Do the same for texts of which only the new tokens are given (`FollowedTexts.find_new`)."""
+        with self._lock:
+            return followed.find_new(new, wanted, self.index)
 
     def branches(
         self, suffix: Int32s, weight: float, own: CountedTrie, own_weight: float, limits: tuple[int, int]
@@ -113,7 +165,10 @@ class DraftStore:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the store to a file; a file that is there already is replaced in one move."""
-        write_store_file(Path(path), self.contents(), self.vocab_size, tokenizer_fingerprint(self.tokenizer))
+        with self._lock:
+            contents, learned = self.contents(), self.provenance.dumps()
+        header = StoreHeader(VERSION, self.vocab_size, tokenizer_fingerprint(self.tokenizer), learned)
+        write_store_file(Path(path), header, contents)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Add the contents of a file to this store."""
@@ -126,10 +181,11 @@ class DraftStore:
         fingerprint = tokenizer_fingerprint(self.tokenizer)
         if fingerprint and header.tokenizer and header.tokenizer != fingerprint:
             raise StoreError(f"{path} was made with another tokenizer: build it again with this model's.")
-        self.merge(contents)
+        self.merge(contents, header.learned)
 
-    def merge(self, contents: StoreContents) -> None:
-        """Add the contents of another store."""
+    def merge(self, contents: StoreContents, learned: str = "") -> None:
+        """Add the contents of another store. `learned` says which shared texts it holds."""
         with self._lock:
+            self.provenance.loads(learned)
             self.index.extend(contents.text)
             self.trie.merge(CountedNodes(contents.tokens, contents.parents, contents.counts))

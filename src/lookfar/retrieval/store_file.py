@@ -16,6 +16,7 @@ from safetensors.numpy import save
 from lookfar.core.arrays import Int32s
 from lookfar.core.files import replace_file
 from lookfar.errors import StoreError
+from lookfar.retrieval.provenance import Provenance
 from lookfar.retrieval.suffix_index import END
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ class StoreHeader(NamedTuple):
     version: int
     vocab_size: int
     tokenizer: str  # a fingerprint; empty if unknown
+    learned: str = ""  # which shared texts the store holds (`Provenance.dumps`)
+
+    @property
+    def made_for(self) -> tuple[int, str]:
+        """The vocabulary and tokenizer. Stores that agree in both can be merged."""
+        return self.vocab_size, self.tokenizer
 
 
 class StoreContents(NamedTuple):
@@ -52,9 +59,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
     return digest.hexdigest()
 
 
-def write_store_file(path: Path, contents: StoreContents, vocab_size: int, tokenizer: str) -> None:
+def write_store_file(path: Path, header: StoreHeader, contents: StoreContents) -> None:
     """Write a store file, replacing an older one in one move."""
-    header = StoreHeader(VERSION, vocab_size, tokenizer)
     metadata = {name: str(value) for name, value in header._asdict().items()}
     metadata |= {"format": FORMAT, "sha256": _checksum(header, contents)}
     try:
@@ -81,7 +87,9 @@ def read_store_file(path: Path) -> tuple[StoreHeader, StoreContents]:
             if set(file.keys()) != set(StoreContents._fields):
                 raise damaged
             contents = StoreContents(*(file.get_tensor(name) for name in StoreContents._fields))
-            header = StoreHeader(VERSION, int(metadata["vocab_size"]), metadata["tokenizer"])
+            learned = metadata.get("learned", "")  # files of earlier versions lack it
+            header = StoreHeader(VERSION, int(metadata["vocab_size"]), metadata["tokenizer"], learned)
+            Provenance().loads(learned)
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}.") from error
     except SafetensorError:
@@ -94,7 +102,7 @@ def read_store_file(path: Path) -> tuple[StoreHeader, StoreContents]:
 
 
 def _checksum(header: StoreHeader, contents: StoreContents) -> str:
-    digest = hashlib.sha256(repr(tuple(header)).encode())
+    digest = hashlib.sha256(repr(tuple(header[:3])).encode() + header.learned.encode())
     for array in contents:
         digest.update(str(array.shape).encode())
         digest.update(array.tobytes())

@@ -38,6 +38,7 @@ class ServerConfig:
     drain_seconds: float = 30.0  # for running requests when the server is stopped
     store: Path | None = None  # the draft store: read at the start, saved at intervals and at the end
     save_seconds: float = 60.0
+    share: str | None = None  # the URL of a Redis or Valkey server through which replicas share their stores
     keys_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()  # values of the Host header; empty: any
     cors_origins: tuple[str, ...] = ()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from threading import Thread
 
 from lookfar.errors import StoreError
 from lookfar.lm import LM
+from lookfar.sharing.share import Share
 from lookfar.speculation.draft_state import DraftState
 
 log = logging.getLogger("lookfar.server")
@@ -16,12 +18,14 @@ class Namespaces:
     """One draft state for each namespace: the LM's own for "", and others as they are needed.
 
     With a file `answers.store`, namespace "a" is kept in `answers.a.store`. Files are replaced in one move, so a
-    process that is killed while it saves leaves the last complete file.
+    process that is killed while it saves leaves the last complete file. With a `share`, the store of each namespace is
+    that of all replicas.
     """
 
-    def __init__(self, lm: LM, file: Path | None = None) -> None:
+    def __init__(self, lm: LM, file: Path | None = None, share: Share | None = None) -> None:
         self._lm = lm
         self._file = file
+        self._share = share
         self._states: dict[str, DraftState] = {}
         self._saved: dict[str, int] = {}  # size of each store when it was last saved
         if file is not None and not file.absolute().parent.is_dir():
@@ -38,7 +42,18 @@ class Namespaces:
                 state.store.load(path)
             self._states[namespace] = state
             self._saved[namespace] = _size(state)
+            if self._share is not None and not namespace:
+                self._share.attach(state.store)  # a wrong password ends the start of the server
+            elif self._share is not None:
+                Thread(target=self._attach, args=(self._share, namespace), daemon=True).start()
         return self._states[namespace]
+
+    def _attach(self, share: Share, namespace: str) -> None:
+        """Share the store of a tenant; the request that needs it first does not wait for the server."""
+        try:
+            share.attach(self._states[namespace].store, namespace)
+        except StoreError as error:
+            log.error("A draft store is not shared.", extra={"fields": {"namespace": namespace, "error": str(error)}})
 
     def path(self, namespace: str) -> Path | None:
         if self._file is None or not namespace:

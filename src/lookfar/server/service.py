@@ -20,6 +20,7 @@ from lookfar.server.metrics import Metrics
 from lookfar.server.namespaces import Namespaces
 from lookfar.server.sources import Source, open_sources
 from lookfar.server.wakeups import Wakeups
+from lookfar.sharing.share import Share
 
 PREPARING_THREADS = 2  # for templates, tokenizers and grammars
 Result = TypeVar("Result")
@@ -38,7 +39,8 @@ class Service:
             lm.engine.share_prefixes(self.config.prefix_bytes)
         self.admission = Admission(lm.engine.config.max_batch, self.config.max_queue)
         self.metrics = Metrics()
-        self.namespaces = Namespaces(lm, self.config.store)
+        self.share = Share(self.config.share) if self.config.share else None
+        self.namespaces = Namespaces(lm, self.config.store, self.share)
         self.is_draining = False
         self.open: set[Generation] = set()
         self._threads = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="lookfar-prepare")
@@ -63,6 +65,8 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.in_thread(self.namespaces.save)
+        if self.share is not None:
+            await self.in_thread(self.share.close)
         self._threads.shutdown(wait=True)
         await asyncio.get_running_loop().run_in_executor(None, self.lm.driver.close)
 

@@ -1,0 +1,1 @@
+"""Draft stores that replicas share through a Redis or Valkey stream."""
