@@ -25,6 +25,7 @@ from lookfar.drafters.base import DraftContext, Drafter, Outcome, Proposal, Stra
 from lookfar.drafters.scripted import Scripted
 from lookfar.engine import driver as driver_module
 from lookfar.engine.driver import Driver
+from lookfar.engine.outputs import StepOutput
 from lookfar.engine.request import Request
 from lookfar.errors import LookfarError, LookfarWarning
 from lookfar.speculation.cost_curve import CostCurve
@@ -386,22 +387,21 @@ def test_a_fault_of_the_engine_is_reported_to_every_request_and_ends_none_of_the
 # Order, cancelling and nesting
 
 
-def test_requests_are_admitted_in_the_order_of_their_submission(llama: PreTrainedModel) -> None:
+def test_requests_are_admitted_in_the_order_of_their_submission(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lm = LM(llama, max_batch=1, strategy="none")
-    submissions = [lm.driver.submit({0: Request(PROMPTS[i % 6], 4)}) for i in range(12)]
+    step = lm.engine.step
     finished: list[int] = []
-    readers = []
-    for number, submission in enumerate(submissions):
 
-        def read(number: int = number, submission: Any = submission) -> None:
-            submission.results()
-            finished.append(number)
+    def watched() -> list[StepOutput]:
+        outputs = step()
+        finished.extend(output.handle for output in outputs if output.finish_reason is not None)
+        return outputs
 
-        readers.append(threading.Thread(target=read))
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join(30)
+    monkeypatch.setattr(lm.engine, "step", watched)
+    submissions = [lm.driver.submit({0: Request(PROMPTS[i % 6], 4)}) for i in range(12)]
+    in_threads(12, lambda i: submissions[i].results())
     assert len(finished) == 12
     assert finished == sorted(finished)
 
