@@ -32,6 +32,21 @@ class Answer:
     gaps: list[float] = field(default_factory=list)  # between two parts
     tokens: int = 0
 
+    def add(self, text: str, now: float) -> None:
+        """Add a part that came `now` seconds after the request was sent."""
+        if self.seconds:
+            self.gaps.append(now - self.seconds)
+        else:
+            self.first = now
+        self.text, self.seconds = self.text + text, now
+
+    def add_event(self, line: bytes, started: float) -> None:
+        """Add the text of a line of an event stream."""
+        if line.startswith(b"data: {"):
+            for choice in json.loads(line[6:]).get("choices", []):
+                if piece := choice["delta"].get("content"):
+                    self.add(piece, perf_counter() - started)
+
 
 def mixed_messages(data: Path | None, count: int, skip: int = 0) -> list[str]:
     """Return different messages: of the suites in a directory, made up if there is none."""
@@ -91,21 +106,11 @@ async def ask_over_http(address: tuple[str, int], body: dict[str, Any]) -> Answe
     reader, writer = await asyncio.open_connection(*address, limit=1 << 22)
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address[0]}\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
-    answer, last = Answer(), 0.0
+    answer = Answer()
     status = int((await reader.readline()).split()[1])
     while line := await reader.readline():
-        if not line.startswith(b"data: {"):
-            continue
-        for choice in json.loads(line[6:]).get("choices", []):
-            if piece := choice["delta"].get("content"):
-                now = perf_counter() - started
-                if answer.text:
-                    answer.gaps.append(now - last)
-                else:
-                    answer.first = now
-                answer.text, last = answer.text + piece, now
+        answer.add_event(line, started)
     writer.close()
     if status != 200:
         raise RuntimeError(f"the server answered with {status}")
-    answer.seconds = last
     return answer

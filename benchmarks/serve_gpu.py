@@ -33,20 +33,15 @@ SWITCH_SECONDS = 0.0005  # as in `lookfar serve`
 
 async def ask_service(service: Service, options: dict[str, Any], message: str) -> Answer:
     """Send a message through the service."""
-    lm, started, answer, last = service.lm, perf_counter(), Answer(), 0.0
+    lm, started, answer = service.lm, perf_counter(), Answer()
     prompt = await service.in_thread(lambda: lm.chat_ids([{"role": "user", "content": message}]))
     generation = await service.submit(Job([prompt], options, stream=True))
     choices = make_choices(lm.tokenizer, generation.job, generation.prepared)
     async for outputs in generation:
         text = "".join(choices[output.index].add(output).text for output in outputs)
         json.dumps({"id": "chatcmpl-0", "object": "chat.completion.chunk", "choices": [{"delta": {"content": text}}]})
-        now = perf_counter() - started
-        if answer.tokens:
-            answer.gaps.append(now - last)
-        else:
-            answer.first = now
-        answer.text, answer.tokens, last = answer.text + text, len(choices[0].tokens), now
-    answer.seconds = last
+        answer.add(text, perf_counter() - started)
+        answer.tokens = len(choices[0].tokens)
     return answer
 
 
@@ -58,7 +53,7 @@ async def ask_app(app: Any, service: Service, options: dict[str, Any], message: 
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST"}
     scope |= {"path": "/v1/chat/completions", "raw_path": b"", "query_string": b"", "root_path": "", "scheme": "http"}
     scope |= {"headers": [(b"content-type", b"application/json")], "client": ("test", 1), "server": ("test", 80)}
-    answer, started, last, waiting = Answer(), perf_counter(), 0.0, asyncio.Event()
+    answer, started, waiting = Answer(), perf_counter(), asyncio.Event()
     received = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Any:
@@ -67,22 +62,11 @@ async def ask_app(app: Any, service: Service, options: dict[str, Any], message: 
         await waiting.wait()
 
     async def send(sent: Any) -> None:
-        nonlocal last
         for line in sent.get("body", b"").split(b"\n"):
-            if not line.startswith(b"data: {"):
-                continue
-            for choice in json.loads(line[6:])["choices"]:
-                if piece := choice["delta"].get("content"):
-                    now = perf_counter() - started
-                    if answer.text:
-                        answer.gaps.append(now - last)
-                    else:
-                        answer.first = now
-                    answer.text, last = answer.text + piece, now
+            answer.add_event(line, started)
 
     await app(scope, receive, send)
     assert service.lm.tokenizer is not None
-    answer.seconds = last
     answer.tokens = len(service.lm.tokenizer(answer.text, add_special_tokens=False).input_ids)
     return answer
 
