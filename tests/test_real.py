@@ -179,7 +179,7 @@ def python_blocks(page: str) -> list[str]:
 
 
 def test_examples_of_the_docs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every Python block of docs/generation.md runs, with what it takes for granted."""
+    """Every block of docs/generation.md marked as python runs; those that need other models are marked as py."""
     from lookfar.compat import lade
     from lookfar.models.demo import demo_model
 

@@ -56,7 +56,7 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert run(monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
     commands = {command.callback.__name__ for command in app.registered_commands}
-    assert commands == {"generate", "chat", "compare", "check", "explain", "tune"}
+    assert commands == {"generate", "chat", "compare", "check", "explain", "tune", "serve", "top"}
     assert all(name in shown for name in (*commands, "bench", "store"))
 
 

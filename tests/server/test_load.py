@@ -6,6 +6,8 @@ import pytest
 import serve_load
 
 
+# Clients drop connections on purpose.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 @pytest.mark.slow
 def test_mixed_requests_are_answered_or_cancelled_exactly_once_and_leave_nothing() -> None:
     found = serve_load.measure(requests=300, clients=16)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "LOOKFAR_API_KEY"
 Key = Annotated[str | None, typer.Option("--key", envvar=KEY_VARIABLE, help="An API key of the server.")]
 
+GET_SECONDS = 10  # a server that is busy with answers still has its state at hand
+
 
 class Server:
     """Requests to one server; every failure is one sentence."""
@@ -37,7 +39,7 @@ class Server:
     def get(self, path: str) -> Any:
         """Return the JSON at a path."""
         try:
-            response = self._client.get(path)
+            response = self._client.get(path, timeout=GET_SECONDS)
             self._check(response)
             return response.json()
         except self._failures as error:
