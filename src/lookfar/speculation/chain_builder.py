@@ -13,15 +13,9 @@ from lookfar.core.arrays import Floats, Int32s
 from lookfar.core.jit import jit
 from lookfar.retrieval.recycle_table import RecycleArrays
 from lookfar.speculation.acceptance import AcceptanceModel
-from lookfar.speculation.evidence import ONE
 from lookfar.speculation.tree_builder import (
-    COUNT,
     DEPTH,
-    FIRST,
-    LAST,
     MAX_DEPTH,
-    OWNER,
-    PARENT,
     TOKEN,
     BuildInputs,
     BuildLimits,
@@ -31,6 +25,7 @@ from lookfar.speculation.tree_builder import (
     expand,
     learn_from_batch,
     new_workspace,
+    set_roots,
     sort_by_owner,
 )
 
@@ -66,10 +61,7 @@ def build(arrays, weights, limits, longest):  # type: ignore[no-untyped-def]
     work = new_workspace(drafts, noise, table, weights, limits)
     nodes, scores = work.nodes, work.scores
     tokens, chances = np.full((batch, longest), -1, np.int32), np.zeros((batch, longest), np.float32)
-    for b in range(batch):
-        nodes[b, OWNER], nodes[b, PARENT], nodes[b, TOKEN], nodes[b, DEPTH] = b, -1, roots.about[b, LAST], 0
-        nodes[b, FIRST], nodes[b, COUNT] = -1, 0
-        scores[b] = work.values[b] = ONE
+    set_roots(work, roots)
     sort_by_owner(work, drafts.owners, batch)
     used, b, node = batch, 0, 0
     while b < batch:

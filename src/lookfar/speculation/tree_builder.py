@@ -168,10 +168,7 @@ def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
     heap, taken = np.empty(len(scores), np.int32), np.zeros(batch, np.int32)
     chosen, owners = np.empty(limits.max_nodes, np.int32), np.empty(limits.max_nodes, np.int32)
     chosen_scores, urgency = np.empty(limits.max_nodes, np.float32), np.empty(limits.max_nodes, np.float32)
-    for b in range(batch):
-        nodes[b, OWNER], nodes[b, PARENT], nodes[b, TOKEN], nodes[b, DEPTH] = b, -1, roots.about[b, LAST], 0
-        nodes[b, FIRST], nodes[b, COUNT] = -1, 0
-        scores[b], values[b] = ONE, roots.urgency[b]
+    set_roots(work, roots)
     sort_by_owner(work, drafts.owners, batch)
     used, heap_size, picks, next_root = batch, 0, 0, 0
     while next_root < batch or (heap_size and picks < limits.max_nodes):
@@ -217,6 +214,16 @@ def new_workspace(drafts, noise, table, weights, limits):  # type: ignore[no-unt
         new_children(source_count, table.token_ids.shape[1]),
         np.empty(0, np.float32),
     )
+
+
+@inline_jit
+def set_roots(work, roots):  # type: ignore[no-untyped-def]
+    """Make the first nodes the roots of all requests."""
+    nodes = work.nodes
+    for b in range(len(roots.about)):
+        nodes[b, OWNER], nodes[b, PARENT], nodes[b, TOKEN], nodes[b, DEPTH] = b, -1, roots.about[b, LAST], 0
+        nodes[b, FIRST], nodes[b, COUNT] = -1, 0
+        work.scores[b], work.values[b] = ONE, roots.urgency[b]
 
 
 @inline_jit
