@@ -138,7 +138,7 @@ class RequestState:
 
     @property
     def num_pending(self) -> int:
-        return len(self.ids) - self.first_pending
+        return len(self.ids) - self.source_length - self.num_cached
 
     @property
     def first_pending(self) -> int:
@@ -153,7 +153,9 @@ class RequestState:
     @property
     def is_prefilling(self) -> bool:
         """Whether a prompt is being processed, or as many tokens as if it were one."""
-        return self.num_pending > (MAX_REPLAY if self.replays else 1) or self.num_cached == 0
+        num_cached = self.num_cached
+        pending = len(self.ids) - self.source_length - num_cached  # asked in every step for every request
+        return pending > (MAX_REPLAY if self.replays else 1) or num_cached == 0
 
     @property
     def prompt_pending(self) -> int:

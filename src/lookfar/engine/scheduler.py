@@ -97,6 +97,8 @@ class Scheduler:
 
     def _first_pass(self) -> list[RequestState]:
         """Return requests whose prompts transformers has to run, in one pass."""
+        if all(state.num_cached for state in self.running.values()):
+            return []
         waiting = [state for handle in self.cache.order if (state := self.running[handle]).needs_first_pass]
         return [state for state in waiting if _call_of(state) is _call_of(waiting[0])]
 

@@ -84,7 +84,7 @@ class Speculator:
         if limits.recurrent and not step.prefills and not step.speculates:
             batch.catch_up()
         requests = batch.requests
-        if any(request.num_pending > 1 for request in requests):
+        if step.prefills or max(batch.chunks) > 1:  # outside of prefills, a chunk is all that is pending
             # Captured steps compute the logits of all rows. Elsewhere those of prompt rows take time from every request
             sharing = 1 if limits.captured else len(requests)
             chunks = zip(requests, batch.chunks, strict=True)
