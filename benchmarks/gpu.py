@@ -37,10 +37,11 @@ from lookfar.engine.stats import add_up, is_natural
 from lookfar.kernels.attention import attend
 from lookfar.kernels.gemv import gemv
 from lookfar.kernels.row_table import WIDTH, RowTable, max_tiles, step_arrays
+from lookfar.kvcache.slots import SlotKVCache
 from lookfar.lm import Completion
 from lookfar.models.binding import BoundModel
 from lookfar.models.masks import LayerKind, StepMasks
-from lookfar.models.self_check import one_slot
+from lookfar.models.self_check import one_slot, taken_slots
 from lookfar.runners.cuda_graph import runner as graph_runner
 from lookfar.runners.cuda_graph.runner import CudaGraphRunner
 
@@ -86,37 +87,45 @@ def device_ms(run: Callable[[], Any], times: int = 30) -> float:
 def steps() -> None:
     """Milliseconds of a step, and of the device alone, for random weights of the shape of Llama-3-8B."""
     bound = BoundModel(random_model("llama-3-8b", torch.device("cuda"), torch.bfloat16))
-    cache = one_slot(4096)
     for compiled in (True, False):
         runner = CudaGraphRunner(bound, compile=compiled)
         assert not runner.why_unavailable()
+        cache = one_slot(4096)
         for context in (512, 2048):
-            found = {}
-            for rows in (1, 16, 64):
-                plan = plan_of(rows, context)
-                plan.top_k = 0 if rows == 1 else 8
-                began = perf_counter()
-                runner.launch(plan, cache).result()
-                to_capture = perf_counter() - began
-                walls = []
-                for _ in range(30):
-                    began = perf_counter()
-                    runner.launch(plan, cache).result()
-                    walls.append(1e3 * (perf_counter() - began))
-                found[rows] = median(walls)
-                shape = graph_runner._shape_of(graph_runner.SIZE_OF[rows], 1, cache, plan.top_k)
-                step, _, _ = runner._step_for(shape, cache, shared=False)
-                assert step is not None
-                report(
-                    mode=runner.name,
-                    context=context,
-                    rows=rows,
-                    ms=found[rows],
-                    device_ms=device_ms(step._graphs[plan.top_k][2]),
-                    seconds_to_capture=to_capture,
-                )
+            found = {rows: step_ms(runner, cache, rows, context) for rows in (1, 16, 64)}
             report(mode=runner.name, context=context, rows_64_over_1=found[64] / found[1])
+        if compiled:
+            cache = taken_slots(32, 1024)
+            found = {rows: step_ms(runner, cache, rows, 512) for rows in (1, 8)}
+            report(mode=runner.name, context=512, requests=32, rows_256_over_32=found[8] / found[1])
         runner._drop_graphs()
+
+
+def step_ms(runner: CudaGraphRunner, cache: SlotKVCache, rows: int, context: int) -> float:
+    """Report and return the milliseconds of a step of so many rows for each slot of the cache."""
+    each = [tree_plan(rows, context, 1000, handle).requests[0] for handle in range(cache.slots)]
+    plan = StepPlan(each, 0 if rows == 1 else 8)
+    began = perf_counter()
+    runner.launch(plan, cache).result()
+    to_capture = perf_counter() - began
+    walls = []
+    for _ in range(30):
+        began = perf_counter()
+        runner.launch(plan, cache).result()
+        walls.append(1e3 * (perf_counter() - began))
+    shape = graph_runner._shape_of(graph_runner.SIZE_OF[rows * plan.batch], plan.batch, cache, plan.top_k)
+    step, _, _ = runner._step_for(shape, cache, shared=False)
+    assert step is not None
+    report(
+        mode=runner.name,
+        context=context,
+        requests=plan.batch,
+        rows=rows,
+        ms=median(walls),
+        device_ms=device_ms(step._graphs[plan.top_k].replay),
+        seconds_to_capture=to_capture,
+    )
+    return median(walls)
 
 
 def attention() -> None:

@@ -135,18 +135,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default=None)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--prefix-mib", type=int, default=1024)
     parser.add_argument("--through", choices=["app", "service"], default="app" if has_http() else "service")
     given = parser.parse_args()
     sys.setswitchinterval(SWITCH_SECONDS)
     most = max(given.clients)
-    lm = lookfar.load("demo", device=given.device, max_batch=most, compile=given.compile)
+    lm = lookfar.load("demo", device=given.device, dtype=given.dtype, max_batch=most, compile=given.compile)
     lm.warmup(requests=most)
     lm.driver.captures_when_idle = True
     rows = asyncio.run(measure(lm, given))
     name = torch.cuda.get_device_name() if lm.device.type == "cuda" else "cpu"
-    print(json.dumps({"device": name, "through": given.through, "rows": rows}))
+    print(json.dumps({"device": name, "dtype": given.dtype, "through": given.through, "rows": rows}))
 
 
 if __name__ == "__main__":

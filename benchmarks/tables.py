@@ -76,7 +76,7 @@ def gpu_speed() -> str:
 
 
 def gpu_steps() -> str:
-    found = read("gpu")["steps"]
+    found = [row for row in read("gpu")["steps"] if row.get("requests", 1) == 1]
     kinds = dict.fromkeys((row["mode"], row["context"]) for row in found)
 
     def line(mode: str, context: int) -> list[str]:

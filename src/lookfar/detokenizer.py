@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"  # what tokenizers make of bytes that are no character yet
+_byte_tokens: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, frozenset[int]]] = WeakKeyDictionary()
 
 
 class Detokenizer(Protocol):
@@ -36,9 +38,17 @@ def detokenizer(tokenizer: PreTrainedTokenizerBase | None) -> Detokenizer:
 
 
 def byte_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of tokens that stand for single bytes, as SentencePiece models have them."""
-    ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
-    return frozenset(i for i in ids if i is not None and i != tokenizer.unk_token_id)
+    """Return the ids of tokens that stand for single bytes, as SentencePiece models have them.
+
+    Looking them up takes milliseconds, so they are kept as long as no tokens are added.
+    """
+    size, found = _byte_tokens.get(tokenizer, (-1, frozenset()))
+    if size != len(tokenizer):
+        unknown = tokenizer.unk_token_id
+        ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+        found = frozenset(i for i in ids if i is not None and i != unknown)
+        _byte_tokens[tokenizer] = len(tokenizer), found
+    return found
 
 
 class NoText:

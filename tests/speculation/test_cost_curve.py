@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lookfar.speculation.cost_curve import MEASURED_ROWS, CostCurve, measure_curve
-from lookfar.speculation.cost_file import Experience, read_costs, write_costs
+from lookfar.speculation.cost_file import Experience, nearest_experience, read_costs, write_costs
 from lookfar.speculation.row_budget import best_count
 
 FLAT = CostCurve({1: 1.0, 64: 1.0})
@@ -198,3 +198,13 @@ def test_exploration_costs_what_it_may() -> None:
         spent, extra = spent + cost, extra + max(cost - 55.0, 0)
         curve.refine(rows, cost)
     assert 0 < extra < 0.01 * spent
+
+
+def test_steps_of_a_new_kind_begin_with_what_is_known_of_the_nearest() -> None:
+    eight, sampled = Experience(False, 0.001, 1e-5), Experience(True, 0.002, 1e-5)
+    known = {"1": Experience(True, 0.0001, 0.0), "8": eight, "8 sampled": sampled}
+    assert nearest_experience(known, "8") == eight
+    assert nearest_experience(known, "16") == Experience(False, 0.002, 1e-5)
+    assert nearest_experience(known, "2") == Experience(True, 0.0002, 0.0)
+    assert nearest_experience(known, "32 sampled") == Experience(True, 0.008, 1e-5)
+    assert nearest_experience({"1 sampled": sampled}, "1") is None

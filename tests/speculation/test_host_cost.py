@@ -42,3 +42,17 @@ def test_a_faster_host_is_followed() -> None:
     for _ in range(10):
         cost.learn(16, 1e-4)
     assert cost.table(16)[16] == pytest.approx(1e-4)
+
+
+def test_steps_that_waited_for_something_else_count_little() -> None:
+    cost = HostCost()
+    for seconds in [20e-3, 1e-4, 1e-4, 50e-3, *[1e-4] * 20]:
+        cost.learn(16, seconds)
+    assert cost.table(16)[16] == pytest.approx(1e-4, rel=0.2)
+
+
+def test_a_slower_host_is_followed() -> None:
+    cost = HostCost()
+    for seconds in [1e-4] * 50 + [8e-4] * 100:
+        cost.learn(16, seconds)
+    assert cost.table(16)[16] == pytest.approx(8e-4, rel=0.1)

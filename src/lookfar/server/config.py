@@ -35,6 +35,7 @@ class ServerConfig:
     max_queue: int = 256  # answers that may wait for a place; beyond that: 429
     request_timeout: float = 600.0  # seconds, waiting included
     prefix_bytes: int = 1 << 30  # of the KV of past texts, for prompts that begin like them; 0: none is kept
+    stream_interval: float = 0.005  # seconds: the tokens of steps within it are sent together
     drain_seconds: float = 30.0  # for running requests when the server is stopped
     store: Path | None = None  # the draft store: read at the start, saved at intervals and at the end
     save_seconds: float = 60.0
@@ -49,3 +50,5 @@ class ServerConfig:
             value = getattr(self, name)
             if not value > 0:
                 raise ConfigError(f"{name} must be above 0, not {value}.")
+        if not self.stream_interval >= 0:
+            raise ConfigError(f"stream_interval must be 0 or more seconds, not {self.stream_interval}.")

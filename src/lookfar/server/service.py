@@ -49,7 +49,7 @@ class Service:
 
     async def start(self) -> None:
         """Begin to serve on the running event loop."""
-        self._wakeups = Wakeups(asyncio.get_running_loop())
+        self._wakeups = Wakeups(asyncio.get_running_loop(), self.config.stream_interval)
         self._tasks = [asyncio.create_task(self._save_at_intervals())]
 
     def drain(self) -> None:

@@ -11,12 +11,15 @@ from contextlib import suppress
 class Wakeups:
     """Sets events of an event loop from another thread.
 
-    Waking a loop costs a system call, and a step of the engine has an output for every request, so all events that are
-    pending when the loop gets to it are set at once.
+    Waking a loop costs a system call, every event that is set costs time of the interpreter that the driver's thread
+    needs for its next step, and a step has an output for every request. So all events that are pending are set at once,
+    and not again within `interval` seconds.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval: float = 0.0) -> None:
         self._loop = loop
+        self._interval = interval
+        self._last = -interval  # when events were set
         self._pending: deque[asyncio.Event] = deque()
         self._is_scheduled = False
 
@@ -28,11 +31,18 @@ class Wakeups:
             if not self._is_scheduled:
                 self._is_scheduled = True
                 with suppress(RuntimeError):  # the loop was closed meanwhile
-                    self._loop.call_soon_threadsafe(self._set_all)
+                    self._loop.call_soon_threadsafe(self._wait_and_set)
 
         return notify
 
+    def _wait_and_set(self) -> None:
+        if (left := self._last + self._interval - self._loop.time()) > 0:
+            self._loop.call_later(left, self._set_all)
+        else:
+            self._set_all()
+
     def _set_all(self) -> None:
+        self._last = self._loop.time()
         self._is_scheduled = False  # first: an event that is added from here on schedules another call
         while self._pending:
             self._pending.popleft().set()

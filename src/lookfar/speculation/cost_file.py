@@ -25,6 +25,17 @@ class Experience:
     per_row: float  # and for each of its rows
 
 
+def nearest_experience(known: Mapping[str, Experience], kind: str) -> Experience | None:
+    """Return what is known of steps of a kind, or else of the nearest number of requests, sampled alike."""
+    requests, _, sampled = kind.partition(" ")
+    like = {int(other.split()[0]): found for other, found in known.items() if other.partition(" ")[2] == sampled}
+    if not like:
+        return None
+    nearest = min(like, key=lambda number: abs(math.log2(number / int(requests))))
+    found, more = like[nearest], int(requests) / nearest
+    return Experience(found.speculating, found.fixed * more, found.per_row)
+
+
 @dataclass
 class KnownCosts:
     """What is known of a model on a machine."""

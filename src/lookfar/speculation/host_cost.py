@@ -7,6 +7,8 @@ import numpy as np
 from lookfar.core.arrays import Floats
 
 RATE = 0.05  # how fast older steps are forgotten
+OUTLIER = 3.0  # times the usual: what a step that waited for something else counts as
+FIRST_STEPS = 8  # which may all have waited: a step that is much faster starts over
 MIN_SPREAD = 2.0  # rows by which sizes have to differ, as a standard deviation, to tell anything
 ROWS_SHARE = 0.4  # of the time is for rows at the least: half of it is, wherever sizes differed enough to tell
 
@@ -25,6 +27,10 @@ class HostCost:
 
     def learn(self, rows: int, seconds: float) -> None:
         """Learn from a step."""
+        if self._steps < FIRST_STEPS and OUTLIER * seconds < self._seconds:
+            self._steps = 0
+        elif self._steps:
+            seconds = min(seconds, OUTLIER * self._seconds)
         self._steps += 1
         rate = max(RATE, 1 / self._steps)
         self._rows += rate * (rows - self._rows)

@@ -11,7 +11,7 @@ from lookfar.core.plan import RequestPlan, RunnerLimits, StepPlan
 from lookfar.retrieval.recycle_table import SAMPLED_TOP_K, TOP_K
 from lookfar.speculation.controller import SpeculationController
 from lookfar.speculation.cost_curve import CostCurve, step_kind
-from lookfar.speculation.cost_file import Experience, KnownCosts
+from lookfar.speculation.cost_file import Experience, KnownCosts, nearest_experience
 from lookfar.speculation.drafting import Drafting, Drafts
 from lookfar.speculation.host_cost import HostCost
 from lookfar.speculation.interface import Batch, SpeculatedRequest, Walk
@@ -137,7 +137,7 @@ class Speculator:
             return StepRecord(batch, samples, True, prefills, None)
         kind = step_kind(len(requests), samples)
         if kind not in self.controllers:
-            self.controllers[kind] = SpeculationController(len(requests), self._remembered.get(kind))
+            self.controllers[kind] = SpeculationController(len(requests), nearest_experience(self.experience, kind))
         controller = self.controllers[kind]
         if prefills:
             controller.restart()

@@ -1,0 +1,43 @@
+"""Wake-ups of an event loop by another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from threading import Thread
+
+from lookfar.server.wakeups import Wakeups
+
+
+def count_wakeups(interval: float, notifications: int, pause: float) -> int:
+    """Return how often a reader is woken by so many notifications from another thread."""
+
+    async def read() -> int:
+        event, woken, done = asyncio.Event(), 0, False
+        wakeups = Wakeups(asyncio.get_running_loop(), interval)
+
+        def write() -> None:
+            nonlocal done
+            for number in range(notifications):
+                done = number == notifications - 1
+                wakeups.notifier(event)()
+                time.sleep(pause)
+
+        thread = Thread(target=write)
+        thread.start()
+        while not done or event.is_set():
+            await asyncio.wait_for(event.wait(), 5)
+            event.clear()
+            woken += 1
+        await asyncio.to_thread(thread.join)
+        return woken
+
+    return asyncio.run(read())
+
+
+def test_outputs_within_the_interval_are_read_together() -> None:
+    assert count_wakeups(interval=0.1, notifications=20, pause=0.005) <= 5
+
+
+def test_without_an_interval_nothing_waits() -> None:
+    assert count_wakeups(interval=0.0, notifications=10, pause=0.02) >= 8
