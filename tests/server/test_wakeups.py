@@ -20,7 +20,7 @@ def count_wakeups(interval: float, notifications: int, pause: float) -> int:
             nonlocal done
             for number in range(notifications):
                 done = number == notifications - 1
-                wakeups.notifier(event)()
+                wakeups.notifier(event)(False)
                 time.sleep(pause)
 
         thread = Thread(target=write)
@@ -41,3 +41,19 @@ def test_outputs_within_the_interval_are_read_together() -> None:
 
 def test_without_an_interval_nothing_waits() -> None:
     assert count_wakeups(interval=0.0, notifications=10, pause=0.02) >= 8
+
+
+def test_the_last_output_of_a_request_does_not_wait() -> None:
+    async def read() -> float:
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        notify = Wakeups(loop, 10.0).notifier(event)
+        notify(False)
+        await event.wait()
+        event.clear()
+        began = loop.time()
+        notify(False)
+        Thread(target=notify, args=(True,)).start()
+        await event.wait()
+        return loop.time() - began
+
+    assert asyncio.run(read()) < 5

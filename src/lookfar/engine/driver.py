@@ -32,6 +32,7 @@ CLOSE_SECONDS = 10.0  # to wait for the step that is under way when the driver i
 IDLE_SECONDS = 0.05  # without work before steps are captured that larger ones stood in for
 
 Message = Callable[[], None]
+Notify = Callable[[bool], None]  # told whether an output is the last one of its request
 Result = TypeVar("Result")
 _drivers: WeakSet[Driver] = WeakSet()
 
@@ -40,7 +41,7 @@ class Submission:
     """The outputs of the requests of one call, in the order in which they were made."""
 
     def __init__(
-        self, driver: Driver, requests: Mapping[int, Request], stream: bool, notify: Callable[[], None] | None = None
+        self, driver: Driver, requests: Mapping[int, Request], stream: bool, notify: Notify | None = None
     ) -> None:
         self.requests = requests  # by index
         self.stream = stream  # whether every step is wanted, or finished requests only
@@ -135,7 +136,7 @@ class Submission:
                 except Exception:  # no memory for a copy of its KV: decode on, and try again with the next output
                     self._paused = False
         if self._notify is not None:
-            self._notify()
+            self._notify(output.is_last)
 
     def _resume(self) -> None:
         for handle in reversed(self.handles):  # each goes to the front of the queue
@@ -161,9 +162,7 @@ class Driver:
         """Whether the caller runs in the driver's thread, as logits processors do; it must not wait there."""
         return self._thread is not None and self._thread.ident == get_ident()
 
-    def submit(
-        self, requests: Mapping[int, Request], stream: bool = False, notify: Callable[[], None] | None = None
-    ) -> Submission:
+    def submit(self, requests: Mapping[int, Request], stream: bool = False, notify: Notify | None = None) -> Submission:
         """Submit the requests of one call, by index. Raises an error if one of them cannot be decoded.
 
         `notify` is called in the driver's thread for every output; it must not block or fail.

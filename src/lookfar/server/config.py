@@ -35,7 +35,7 @@ class ServerConfig:
     max_queue: int = 256  # answers that may wait for a place; beyond that: 429
     request_timeout: float = 600.0  # seconds, waiting included
     prefix_bytes: int = 1 << 30  # of the KV of past texts, for prompts that begin like them; 0: none is kept
-    stream_interval: float = 0.005  # seconds: the tokens of steps within it are sent together
+    stream_interval: float = 0.005  # seconds within which tokens are sent together; longer with many streams
     drain_seconds: float = 30.0  # for running requests when the server is stopped
     store: Path | None = None  # the draft store: read at the start, saved at intervals and at the end
     save_seconds: float = 60.0

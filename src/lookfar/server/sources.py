@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from threading import Lock, Semaphore, Thread
 from typing import Protocol
 
+from lookfar.engine.driver import Notify
 from lookfar.engine.fallback import QUEUE_LIMIT, FallbackStream
 from lookfar.engine.outputs import StepOutput
 from lookfar.engine.request import Request
@@ -25,7 +26,7 @@ class Source(Protocol):
         """Cancel what is not finished."""
 
 
-def open_sources(lm: LM, requests: Mapping[int, Request], stream: bool, notify: Callable[[], None]) -> list[Source]:
+def open_sources(lm: LM, requests: Mapping[int, Request], stream: bool, notify: Notify) -> list[Source]:
     """Start to decode requests; `notify` is called in other threads when there is something to take."""
     reason = lm.why_call_falls_back()
     ours = {i: r for i, r in requests.items() if not (reason or lm.why_request_falls_back(r))}
@@ -41,7 +42,7 @@ def open_sources(lm: LM, requests: Mapping[int, Request], stream: bool, notify: 
 class FallbackSource:
     """Requests that transformers decodes, one after the other."""
 
-    def __init__(self, lm: LM, requests: dict[int, Request], notify: Callable[[], None]) -> None:
+    def __init__(self, lm: LM, requests: dict[int, Request], notify: Notify) -> None:
         self._lm = lm
         self._requests = requests
         self._notify = notify
@@ -83,4 +84,4 @@ class FallbackSource:
     def _put(self, output: StepOutput) -> None:
         self._room.acquire()
         self._outputs.append(output)
-        self._notify()
+        self._notify(output.is_last)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
+
+from lookfar.engine.driver import Notify
+
+STREAMS, MAX_INTERVALS = 8, 6  # one interval more for so many streams
 
 
 class Wakeups:
@@ -13,36 +16,41 @@ class Wakeups:
 
     Waking a loop costs a system call, every event that is set costs time of the interpreter that the driver's thread
     needs for its next step, and a step has an output for every request. So all events that are pending are set at once,
-    and not again within `interval` seconds.
+    and not again within `interval` seconds, or several times that if there are many. The last output of a request does
+    not wait: its place is free.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval: float = 0.0) -> None:
         self._loop = loop
         self._interval = interval
-        self._last = -interval  # when events were set
+        self._next = 0.0  # when events may be set again
         self._pending: deque[asyncio.Event] = deque()
         self._is_scheduled = False
 
-    def notifier(self, event: asyncio.Event) -> Callable[[], None]:
+    def notifier(self, event: asyncio.Event) -> Notify:
         """Return a function that sets the event, for any thread."""
 
-        def notify() -> None:
+        def notify(is_last: bool) -> None:
             self._pending.append(event)
-            if not self._is_scheduled:
+            if is_last or not self._is_scheduled:
                 self._is_scheduled = True
                 with suppress(RuntimeError):  # the loop was closed meanwhile
-                    self._loop.call_soon_threadsafe(self._wait_and_set)
+                    self._loop.call_soon_threadsafe(self._set_all if is_last else self._wait_and_set)
 
         return notify
 
     def _wait_and_set(self) -> None:
-        if (left := self._last + self._interval - self._loop.time()) > 0:
-            self._loop.call_later(left, self._set_all)
+        if self._next > self._loop.time():
+            self._loop.call_at(self._next, self._set_all)
         else:
             self._set_all()
 
     def _set_all(self) -> None:
-        self._last = self._loop.time()
         self._is_scheduled = False  # first: an event that is added from here on schedules another call
+        events = set()
         while self._pending:
-            self._pending.popleft().set()
+            events.add(self._pending.popleft())
+        for event in events:
+            event.set()
+        waits = min(1 + len(events) // STREAMS, MAX_INTERVALS)
+        self._next = self._loop.time() + waits * self._interval
