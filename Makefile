@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: demo test check lint format clean
 
@@ -13,12 +14,12 @@ demo: $(READY)
 
 # Everything: linters, types, all tests; the demo model is downloaded on first use.
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # Under a minute on two cores, without the demo model.
 check: $(READY)
 	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/python -m pytest -m "not slow and not real"
+	$(PYTEST) -m "not slow and not real"
 
 lint: $(READY)
 	$(BIN)/ruff format --check src tests benchmarks
