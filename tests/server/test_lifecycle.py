@@ -107,7 +107,12 @@ def test_a_failing_request_does_not_touch_others(
     assert server.is_idle
 
 
-def test_a_slow_reader_is_paused_and_gets_everything(lm: LM, server: LiveServer) -> None:
+def test_a_slow_reader_is_paused_and_gets_everything(lm: LM) -> None:
+    with live_server(lm, ServerConfig(model_name="tiny", stream_interval=0)) as server:  # one event for each step
+        read_slowly(lm, server)
+
+
+def read_slowly(lm: LM, server: LiveServer) -> None:
     expected = lm.generate(LONG["prompt"], max_new_tokens=400, eos_token_id=257, strategy="none").text
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps({**LONG, "stream": True, "lookfar": {"strategy": "none", "trace": True}}).encode()
