@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from cells import all_texts, cells as measure_cells
 from prompts import generate, read_prompts
 from start import measure as measure_starts
 
@@ -336,51 +337,12 @@ def batches() -> None:
 
 
 def cells() -> None:
-    """`auto` over none for 1, 8, 32 and 64 requests at once: greedy, sampled, and texts that nothing predicts.
-
-    *Closed* batches are done when their slowest text is. Where all texts are *queued*, each that ends makes room for
-    another one, as in a server.
-    """
+    """`auto` over none for 1, 8, 32 and 64 requests at once (benchmarks/cells.py)."""
     lm = demo(compile=True, max_batch=64)
     lm.warmup(requests=64, sampling=True)
-    real = prompts(lm, 20, ("mt_bench", "humaneval", "gsm8k"))
-    rng = np.random.default_rng(0)
-    noise = rng.integers(1000, lm.tokenizer.vocab_size - 1000, (64, 40)).tolist()
-    for name, texts, new, sampling in (
-        ("greedy", real, 256, {}),
-        ("temperature 0.7", real, 256, {"do_sample": True, "temperature": 0.7, "seed": 1}),
-        ("temperature 1", real, 128, {"do_sample": True, "temperature": 1.0, "seed": 1}),
-        ("random prompts, temperature 2", noise, 128, {"do_sample": True, "temperature": 2.0, "seed": 1}),
-    ):
-        for size, queued in ((1, False), (8, False), (8, True), (32, False), (32, True), (64, False)):
-            lm.engine.scheduler.max_batch = size
-            some = texts if queued else texts[:: max(len(texts) // max(size, 10), 1)][: max(size, 10)]
-            seconds: dict[str, list[float]] = {"none": [], "auto": []}
-            done: dict[str, list[Completion]] = {}
-            for strategy in 2 * list(seconds):
-                lm.forget()
-                began = perf_counter()
-                step = len(some) if queued else size
-                groups = [some[i : i + step] for i in range(0, len(some) - len(some) % step, step)]
-                runs = [lm.generate(group, max_new_tokens=new, strategy=strategy, **sampling) for group in groups]
-                done[strategy] = [one for run in runs for one in run]
-                seconds[strategy].append(perf_counter() - began)
-            total = {strategy: add_up(one.stats for one in found) for strategy, found in done.items()}
-            natural = add_up(one.stats for one in done["auto"] if is_natural(one.token_ids))
-            rates = {strategy: total[strategy].tokens / min(times) for strategy, times in seconds.items()}
-            report(
-                requests=size,
-                queued=queued,
-                texts=name,
-                none=rates["none"],
-                auto=rates["auto"],
-                ratio=rates["auto"] / rates["none"],
-                tokens_per_step=total["auto"].tokens_per_step,
-                natural_tokens_per_step=natural.tokens_per_step,
-                rows_per_step=total["auto"].rows_per_step,
-                host_microseconds=1e6 * total["auto"].host_seconds / max(total["auto"].steps, 1),
-                different=sum(a != b for a, b in zip(tokens_of(done["none"]), tokens_of(done["auto"]), strict=True)),
-            )
+    sizes = ((1, False), (8, False), (8, True), (32, False), (32, True), (64, False))
+    for row in measure_cells(lm, all_texts(lm, options.data, 20, 256), sizes):
+        report(**row)
 
 
 def at_once(lm: lookfar.LM, texts: list[list[int]], size: int, **arguments: Any) -> Tokens:
