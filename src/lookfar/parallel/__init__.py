@@ -9,6 +9,7 @@ import atexit
 import signal
 import threading
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from lookfar.engine.driver import Driver
 from lookfar.engine.engine import Engine
 from lookfar.engine.request import Request
-from lookfar.errors import ConfigError, LookfarWarning, ModelError, RankError, first_sentence
+from lookfar.errors import ConfigError, LookfarError, LookfarWarning, ModelError, RankError, first_sentence
 from lookfar.lm import LM
 from lookfar.loading import load as load_one
 from lookfar.parallel.follower import Follower, send_answer, send_failure
@@ -46,14 +47,19 @@ def load(name: str, *, device: str | None = None, timeout: float = TIMEOUT, foll
     if ranks.size == 1:
         return load_one(name, device=device, **options)
     group = _join(ranks, timeout)
+    if group.rank:
+        options |= dict.fromkeys(("store", "share"))  # rank 0 drafts
     try:
         lm = load_one(name, device=ranks.device, **options)
     except Exception as error:
-        if not group.rank:
-            _end(None, Followers(group))
-            raise
-        send_failure(group, f"{first_sentence(error)}.")
-        raise SystemExit(1) from None
+        if group.rank:
+            send_failure(group, f"{first_sentence(error)}.")
+            raise SystemExit(1) from None
+        followers = Followers(group)
+        with suppress(RankError):
+            followers.hello()
+        _end(None, followers)
+        raise
     return _share(lm, group, follows)
 
 
@@ -71,7 +77,8 @@ def follow(lm: LM) -> int:
     if not isinstance(engine, FollowingEngine):
         raise ConfigError("Only ranks that follow rank 0 call `follow`: it is for ranks above 0 under torchrun.")
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks: rank 0 decides when to end
+        for number in (signal.SIGINT, signal.SIGTERM):  # torchrun passes them to all ranks: rank 0 decides when to end
+            signal.signal(number, signal.SIG_IGN)
     try:
         return Follower(engine.runner, engine.group).run()
     finally:
@@ -126,7 +133,7 @@ def _share(lm: LM, group: Group, follows: bool) -> LM:
                     f"Rank {rank} has another model than rank 0, or other versions of lookfar, torch or transformers: "
                     "all ranks need the same."
                 )
-    except RankError:
+    except LookfarError:
         _end(None, followers)
         raise
     atexit.register(_end, lm, followers)

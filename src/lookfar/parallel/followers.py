@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from datetime import timedelta
 
 import numpy as np
@@ -81,6 +82,8 @@ class Followers:
 
     def end(self) -> None:
         """Let the other ranks end; with an error, if the group is broken."""
+        with suppress(RankError):
+            self.drain()
         failed = self.group.failure is not None
         for rank in self.group.others:
             self.group.failure = None  # of another rank, perhaps

@@ -32,8 +32,7 @@ class Group:
         self.rank, self.size = ranks.rank, ranks.size
         self.timeout = timeout  # seconds to wait for an answer
         self.failure: RankError | None = None
-        self.sent = self.received = 0  # bytes
-        self.tensor_bytes = 0  # of those: rows of logits and hidden states
+        self.exchanged = 0  # bytes, sent and received
         backend = "cpu:gloo,cuda:nccl" if ranks.device.startswith("cuda") else "gloo"
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
@@ -76,17 +75,16 @@ class Group:
         """Wait for a tensor, [rows, …], of the kind of another one."""
         tensor = torch.empty(rows, *like.shape[1:], dtype=like.dtype, device=like.device)
         self._receive(source, tensor, None)
-        self.tensor_bytes += tensor.nbytes
         return tensor
 
     def _send(self, to: int, tensor: torch.Tensor) -> None:
         self._attempt(to, self.timeout, lambda: dist.send(tensor, to))
-        self.sent += tensor.nbytes
+        self.exchanged += tensor.nbytes
 
     def _receive(self, source: int, tensor: torch.Tensor, patience: timedelta | None) -> None:
         wait = patience or timedelta(seconds=self.timeout)
         self._attempt(source, wait.total_seconds(), lambda: _waited(dist.irecv(tensor, source), wait))
-        self.received += tensor.nbytes
+        self.exchanged += tensor.nbytes
 
     def _attempt(self, other: int, seconds: float, exchange: Callable[[], Any]) -> None:
         """Send or receive; an error of the connection breaks the group."""

@@ -27,11 +27,12 @@ SHARE_RATE = 0.05  # how fast the share of the busiest rank is learned
 
 @dataclass
 class StepCounts:
-    """Totals of the steps that were shared."""
+    """Totals of the decoding steps that were shared, those of prefills left out."""
 
     steps: int = 0
     rows: int = 0  # of the rank with the most, in each step
-    bytes: int = 0  # sent and received by rank 0, those of rows of logits included
+    bytes: int = 0  # sent and received by rank 0, rows of logits left out
+    fetched: int = 0  # bytes of rows of logits and hidden states
 
 
 class ParallelRunner:
@@ -68,7 +69,7 @@ class ParallelRunner:
     def launch(self, plan: StepPlan, cache: SlotKVCache) -> PendingStep:
         if not isinstance(cache, MirroredKVCache):
             return self.own.launch(plan, cache)
-        before = self._followers.group.sent + self._followers.group.received
+        before = self._followers.group.exchanged
         shares = split_step(plan, cache.fit(plan))
         cache.use(shares)
         top_k = min(plan.top_k, self.model.vocab_size)
@@ -86,8 +87,9 @@ class ParallelRunner:
         if drafts:
             share = min(max((busiest - fed) / drafts, 1 / self._ranks), 1.0)
             self._share += SHARE_RATE * (share - self._share)
-        self.counts.steps += 1
-        self.counts.rows += busiest
+        if not plan.prefills:
+            self.counts.steps += 1
+            self.counts.rows += busiest
 
     @property
     def followers(self) -> Followers:
@@ -140,7 +142,8 @@ class ParallelStep:
         for share, answer in zip(self.shares[1:], answers, strict=True):
             read_answer(answer, share.places, result)
         result.seconds = own.seconds + perf_counter() - started
-        self.runner.counts.bytes += followers.group.sent + followers.group.received - self.before
+        if not self.plan.prefills:
+            self.runner.counts.bytes += followers.group.exchanged - self.before
         return result
 
     def _add_own(self, result: StepResult) -> None:
@@ -179,7 +182,9 @@ class ParallelStep:
                 continue
             into, own = torch.from_numpy(missing[here]).to(like.device), places[here]
             if rank:
-                found[into] = self.runner.followers.rows(rank, code, request, own, like)
+                fetched = self.runner.followers.rows(rank, code, request, own, like)
+                self.runner.counts.fetched += fetched.nbytes
+                found[into] = fetched
             else:
                 read = self.own.logits if code is Op.LOGITS else self.own.hidden
                 assert read is not None
