@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from redis_server import free_port
@@ -13,8 +15,9 @@ TESTS = Path(__file__).parent
 SECONDS = 240
 
 
-def start_ranks(ranks: int, *command: str, **environment: str) -> list[subprocess.Popen[str]]:
-    """Start Python with these arguments as so many ranks, as torchrun would."""
+@contextmanager
+def started_ranks(ranks: int, *command: str, **environment: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start Python with these arguments as so many ranks, as torchrun would; they end with the block."""
     port = str(free_port())
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     path = os.pathsep.join([str(TESTS), *sys.path])
@@ -31,19 +34,21 @@ def start_ranks(ranks: int, *command: str, **environment: str) -> list[subproces
                 text=True,
             )
         )
-    return processes
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     """Wait for all ranks; returns the exit code, standard output and standard error of each."""
-    try:
-        outputs = [process.communicate(timeout=SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    outputs = [process.communicate(timeout=SECONDS) for process in processes]
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 
 def run_ranks(ranks: int, *command: str, **environment: str) -> list[tuple[int, str, str]]:
     """Run Python as so many ranks until all have ended."""
-    return finish(start_ranks(ranks, *command, **environment))
+    with started_ranks(ranks, *command, **environment) as processes:
+        return finish(processes)

@@ -17,8 +17,8 @@ import lookfar
 ROOT = Path(lookfar.__file__).parent
 # From the bottom up. A package imports from lower layers and from itself, never from its own layer or a higher one.
 LAYERS = (
-    ("errors", "version", "core", "ranks"),
-    ("retrieval", "sampling", "kvcache", "kernels", "pages", "prompts", "detokenizer"),
+    ("errors", "version", "core"),
+    ("retrieval", "sampling", "kvcache", "kernels", "pages", "prompts", "detokenizer", "ranks"),
     ("models",),
     ("drafters", "runners"),
     ("speculation",),

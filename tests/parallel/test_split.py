@@ -11,6 +11,7 @@ import pytest
 from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.tree import DraftTree
 from lookfar.drafters.lookahead import Lookahead, LookaheadDrafter
+from lookfar.engine.costs import tree_plan
 from lookfar.parallel.messages import Op, as_values, decode, decode_step, encode, encode_step, text_of
 from lookfar.parallel.split import RankShare, branches, longest_held, share_units, split_step
 
@@ -114,6 +115,13 @@ def test_a_window_is_split_by_columns_with_the_first_level_up_to_them() -> None:
     for own, columns in zip(held, above, strict=True):
         assert {c for lvl, c in own if lvl == 2} == columns
         assert {c for lvl, c in own if lvl == 0} == set(range(1, max(columns) + 1))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 33])
+def test_measured_steps_have_the_same_rows_on_every_rank(rows: int) -> None:
+    plan = tree_plan(rows, 5, 90, ranks=3)
+    shares = split_step(plan, np.full((3, 1), 5))
+    assert [share.plan.lengths for share in shares] == [[rows]] * 3
 
 
 def test_steps_survive_a_message() -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lookfar.core.arrays import Int32s, Ints
+from lookfar.core.arrays import Bools, Int32s, Ints
 from lookfar.core.plan import NO_WINDOW, RequestPlan, StepPlan, WindowRows
 from lookfar.core.tree import NO_TREE, DraftTree
 from lookfar.parallel.split import RankShare
@@ -86,7 +86,7 @@ def encode_step(share: RankShare) -> Int32s:
         parts += [rows.pending, rows.tree.columns[:3].reshape(-1)]
         for window in rows.windows:
             parts += [np.array([len(window)]), window.tokens, window.offsets, window.wanted]
-            parts.append(np.packbits(window.sees, bitorder="little"))
+            parts.append(_as_bits(window.sees))
         parts.append(reported)
     return np.concatenate(parts).astype(np.int32)
 
@@ -115,13 +115,19 @@ def _tree(columns: Int32s) -> DraftTree:
     return DraftTree(np.concatenate([columns, np.zeros((2, nodes), np.int32)]), np.zeros(nodes, np.float32))
 
 
+def _as_bits(flags: Bools) -> Int32s:
+    """Return flags as bits, 32 in each integer."""
+    packed = np.packbits(flags)
+    return np.append(packed, np.zeros(-len(packed) % 4, np.uint8)).view(np.int32)
+
+
 def _window(reader: _Reader) -> WindowRows:
     (count,) = reader.take(1).tolist()
     tokens, offsets, wanted = (reader.take(count).astype(np.int64) for _ in range(3))
-    packed = reader.take(-(-count * count // 8)).astype(np.uint8)
+    packed = np.ascontiguousarray(reader.take(-(-count * count // 32))).view(np.uint8)
     if not count:
         return NO_WINDOW
-    sees = np.unpackbits(packed, count=count * count, bitorder="little").astype(bool).reshape(count, count)
+    sees = np.unpackbits(packed, count=count * count).astype(bool).reshape(count, count)
     return WindowRows(tokens, offsets, sees, wanted.astype(bool))
 
 
