@@ -194,7 +194,7 @@ def attached(family: str = "llama", other: str = "") -> Any:
     if own_rank() and other == "model":
         with torch.no_grad():
             next(iter(model.parameters())).add_(1e-3)
-    lm = attach(LM(model), timeout=5.0, follows=other != "generates")
+    lm = attach(LM(model), timeout=15.0, follows=other != "generates")
     if own_rank():
         lm.generate(PROMPTS[0])
     if other == "generates":
@@ -205,7 +205,7 @@ def attached(family: str = "llama", other: str = "") -> Any:
 
 def endless() -> Any:
     """Decode until a rank is gone."""
-    lm = attach(LM(tiny_model("llama")), timeout=5.0)
+    lm = attach(LM(tiny_model("llama")), timeout=15.0)
     print("ready", flush=True)
     while True:
         lm.generate(PROMPTS, max_new_tokens=64)

@@ -12,7 +12,7 @@ from lookfar.core.arrays import Int32s, Ints
 from lookfar.errors import CapacityError, first_sentence
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.parallel.answers import answer_of, frame_of
-from lookfar.parallel.group import FOREVER, FRAME, Group
+from lookfar.parallel.group import FRAME, Group
 from lookfar.parallel.identity import model_identity
 from lookfar.parallel.messages import ANSWERED, Op, Operation, as_values, decode, decode_step
 from lookfar.runners.base import ModelRunner, StepResult, StepShape
@@ -57,7 +57,7 @@ class Follower:
         """Follow rank 0 until it ends; returns the exit code."""
         with torch.no_grad():
             while True:
-                for op in decode(self.group.receive(0, patience=FOREVER)):
+                for op in decode(self.group.receive(0)):
                     if op.code is Op.END:
                         return int(op.values[0])
                     self._carry_out(op)

@@ -20,6 +20,7 @@ from lookfar.ranks import Ranks
 
 FRAME = 128  # integers of the first part of a message, its length included; most messages have no other part
 FOREVER = timedelta(days=3650)
+JOINING = timedelta(minutes=10)  # for all ranks to start
 
 
 class Group:
@@ -30,15 +31,17 @@ class Group:
 
     def __init__(self, ranks: Ranks, timeout: float) -> None:
         self.rank, self.size = ranks.rank, ranks.size
-        self.timeout = timeout  # seconds to wait for an answer
+        # Rank 0 waits for answers. The others wait for rank 0, which may be idle, or busy for long: until it ends.
+        self.patience = FOREVER if self.rank else timedelta(seconds=timeout)
         self.failure: RankError | None = None
         self.exchanged = 0  # bytes, sent and received
         backend = "cpu:gloo,cuda:nccl" if ranks.device.startswith("cuda") else "gloo"
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            dist.init_process_group(backend, timeout=JOINING)
         except (RuntimeError, ValueError) as error:
+            minutes = JOINING.total_seconds() / 60
             raise RankError(
-                f"Not all of the {self.size} ranks joined within {timeout:g} seconds: start them with one torchrun."
+                f"Not all of the {self.size} ranks joined within {minutes:g} minutes: start them with one torchrun."
             ) from error
 
     @property
@@ -78,23 +81,22 @@ class Group:
         return tensor
 
     def _send(self, to: int, tensor: torch.Tensor) -> None:
-        self._attempt(to, self.timeout, lambda: dist.send(tensor, to))
+        self._attempt(to, self.patience, lambda wait: _waited(dist.isend(tensor, to), wait))
         self.exchanged += tensor.nbytes
 
     def _receive(self, source: int, tensor: torch.Tensor, patience: timedelta | None) -> None:
-        wait = patience or timedelta(seconds=self.timeout)
-        self._attempt(source, wait.total_seconds(), lambda: _waited(dist.irecv(tensor, source), wait))
+        self._attempt(source, patience or self.patience, lambda wait: _waited(dist.irecv(tensor, source), wait))
         self.exchanged += tensor.nbytes
 
-    def _attempt(self, other: int, seconds: float, exchange: Callable[[], Any]) -> None:
+    def _attempt(self, other: int, patience: timedelta, exchange: Callable[[timedelta], None]) -> None:
         """Send or receive; an error of the connection breaks the group."""
         if self.failure is not None:
             raise self.failure
         try:
-            exchange()
+            exchange(patience)
         except (RuntimeError, ValueError) as error:
             late = "timed out" in str(error).lower()
-            reason = f"did not answer within {seconds:g} seconds" if late else "has ended"
+            reason = f"did not answer within {patience.total_seconds():g} seconds" if late else "has ended"
             self.failure = RankError(f"Rank {other} {reason}: start all ranks again.")
             raise self.failure from error
 
