@@ -38,7 +38,7 @@ def test_the_surface_is_what_it_says() -> None:
     strategies = {"DraftModel", "Jacobi", "Lookahead", "Mtp", "PromptLookup", "Recycle", "Suffix", "Trie"}
     drafters = {"DraftContext", "Drafter", "HiddenRows", "Outcome", "Predictions", "Proposal", "Strategy", "register"}
     errors = {"CapacityError", "ConfigError", "DemoError", "LookfarError", "LookfarWarning", "ModelError"}
-    errors |= {"RequestError", "StoreError"}
+    errors |= {"RankError", "RequestError", "StoreError"}
     assert set(lookfar.__all__) == main | dropin | strategies | drafters | errors
     assert all(getattr(lookfar, name) is not None for name in lookfar.__all__)
     assert dir(lookfar) == sorted(lookfar.__all__)

@@ -18,7 +18,7 @@ ROOT = Path(lookfar.__file__).parent
 # From the bottom up. A package imports from lower layers and from itself, never from its own layer or a higher one.
 LAYERS = (
     ("errors", "version", "core"),
-    ("retrieval", "sampling", "kvcache", "kernels", "pages", "prompts", "detokenizer"),
+    ("retrieval", "sampling", "kvcache", "kernels", "pages", "prompts", "detokenizer", "ranks"),
     ("models",),
     ("drafters", "runners"),
     ("speculation",),
@@ -26,10 +26,10 @@ LAYERS = (
     ("streams", "profiles", "options", "sharing", "inputs"),
     ("lm",),
     ("loading",),
-    ("integrations", "explain", "bench", "testing"),
+    ("integrations", "explain", "bench", "testing", "parallel"),
     ("compat", "server"),
     ("cli",),
-    ("__init__",),
+    ("__init__", "__main__"),
 )
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 MAX_FUNCTION, MAX_MODULE, MAX_PARAMETERS = 60, 350, 6

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         LookfarError,
         LookfarWarning,
         ModelError,
+        RankError,
         RequestError,
         StoreError,
     )
@@ -67,6 +68,7 @@ _MODULES = {
         "LookfarError",
         "LookfarWarning",
         "ModelError",
+        "RankError",
         "RequestError",
         "StoreError",
     ),
@@ -95,6 +97,7 @@ __all__ = [
     "Predictions",
     "PromptLookup",
     "Proposal",
+    "RankError",
     "Recycle",
     "RequestError",
     "Share",

@@ -37,6 +37,10 @@ class StoreError(LookfarError):
     """A draft store cannot be read, written or used with this model."""
 
 
+class RankError(LookfarError):
+    """Another rank of a group has ended, does not answer, or has failed."""
+
+
 class LookfarWarning(UserWarning):
     """Something works, but not in the way that was asked for."""
 

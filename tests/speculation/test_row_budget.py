@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from lookfar.core.plan import RequestPlan, RunnerLimits
 from lookfar.speculation.cost_curve import CostCurve
-from lookfar.speculation.row_budget import best_count
+from lookfar.speculation.host_cost import HostCost
+from lookfar.speculation.row_budget import Prices, Ranking, RowBudget, StepRows, Windows, best_count
 
 FLAT = CostCurve({1: 1.0, 64: 1.0})
 STEEP = CostCurve({1: 1.0, 2: 2.0, 64: 64.0})
@@ -39,3 +41,22 @@ def test_rows_that_cost_nothing_are_all_taken_and_expensive_ones_not() -> None:
     assert best_count(scores, owners, one, FLAT.table(64), 0.0, True)[0] == 20
     assert best_count(scores, owners, one, STEEP.table(64), 0.0, True)[0] == 0
     assert best_count(scores * 0, owners, one, FLAT.table(64), 0.0, True)[0] == 0  # nothing to gain: no draft tokens
+
+
+def test_ranks_that_share_the_rows_of_a_step_afford_more_of_them() -> None:
+    curve = CostCurve({1: 1.0, 9: 1.8, 17: 2.6, 33: 4.2, 65: 7.4})  # every row costs a tenth of the first
+    scores = np.linspace(0.5, 0.02, 60).astype(np.float32)
+    ranking = Ranking(scores, scores, np.zeros(60, np.int32))
+    budget = RowBudget.of("auto", [0], ["auto"], [100])
+
+    def chosen(ranks: int, share: float) -> tuple[int, np.ndarray]:
+        limits = RunnerLimits(padded=False, ranks=ranks, share=share)
+        step = StepRows([RequestPlan(np.array([7]), 3)], limits)
+        count, _ = budget.choose(ranking, Windows((), (), ()), step, Prices(curve, HostCost(), "1"))
+        return count, budget._table(step, Prices(curve, HostCost(), "1"))
+
+    (one, alone), (two, shared), (chain, unshared) = chosen(1, 1.0), chosen(2, 0.5), chosen(2, 1.0)
+    assert one < two
+    assert chain == one  # all drafts on one path: the other rank is no help
+    np.testing.assert_allclose(unshared, alone)
+    np.testing.assert_allclose(shared[[1, 3, 21]], alone[[1, 2, 11]])  # 20 drafts: the busiest rank has ten of them

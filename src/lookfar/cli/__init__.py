@@ -19,8 +19,11 @@ from lookfar.cli.serve import serve
 from lookfar.cli.store import app as store
 from lookfar.cli.top import top
 from lookfar.cli.tune import tune
-from lookfar.errors import LookfarError, LookfarWarning
+from lookfar.errors import ConfigError, LookfarError, LookfarWarning, RankError
+from lookfar.ranks import own_rank, world_size
 from lookfar.version import __version__
+
+ON_RANKS = ("generate", "chat", "compare", "explain", "serve")  # commands that torchrun can start
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,9 +51,11 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
 ) -> None:
-    pass
+    if world_size() > 1 and context.invoked_subcommand not in ON_RANKS:
+        raise ConfigError(f"lookfar {context.invoked_subcommand} runs in one process: start it without torchrun.")
 
 
 def main() -> None:
@@ -58,9 +63,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     warnings.simplefilter("always", LookfarWarning)
     warnings.showwarning = lambda message, *_: say("Note", str(message), "yellow")
+    messages = sys.stderr
     try:
+        if own_rank() and not os.environ.get("LOOKFAR_DEBUG"):
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  rank 0 speaks for all
         app()
     except LookfarError as error:
+        sys.stderr = messages if isinstance(error, RankError) else sys.stderr
         say("Error", str(error), "bold red")
         sys.exit(2)
     except Exception as error:

@@ -150,10 +150,10 @@ class ModelOptions:
 
 
 def load_model(name: str, options: ModelOptions) -> LM:
-    """Load a model for a command."""
+    """Load a model for a command, on all ranks that torchrun has started; only rank 0 returns."""
     from transformers import logging
 
-    from lookfar.loading import load
+    from lookfar.parallel import load
 
     logging.set_verbosity_error()  # its advice would appear in the middle of an answer
     return load(name, max_batch=1, **vars(options))

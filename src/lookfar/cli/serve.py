@@ -132,7 +132,7 @@ def _load(model: str, given: options.ModelOptions, max_batch: int, prefill_chunk
     import torch
     from transformers import logging
 
-    from lookfar.loading import load
+    from lookfar.parallel import load
 
     _log("Loading %s", model)
     logging.set_verbosity_error()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -68,16 +69,17 @@ def measure_steps(runner: ModelRunner, cache: SlotKVCache, sizes: Seq[int] = MEA
 
 def own_cache(runner: ModelRunner, length: int) -> SlotKVCache:
     """Return a KV cache for one request of so many tokens, beside that of the engine."""
-    cache = runner.create_cache() if runner.limits.recurrent else SlotKVCache()
+    whole = runner.limits.recurrent or runner.limits.ranks > 1
+    cache = runner.create_cache() if whole else SlotKVCache()
     cache.reserve(1, length, most=1, keep=False)
     return cache
 
 
 @contextmanager
 def sample_step(runner: ModelRunner, cache: SlotKVCache, context: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that runs a step of so many rows after a context, as a tree or as a chain."""
+    """Yield a function that runs a step of so many rows, on each rank, after a context, as a tree or as a chain."""
     vocab_size, handle = runner.model.vocab_size, cache.allocate()[0]
-    shape = chain_plan if runner.limits.chain else tree_plan
+    shape = chain_plan if runner.limits.chain else partial(tree_plan, ranks=runner.limits.ranks)
     if runner.limits.recurrent:
         fill_state(runner, cache, handle, context)
 
@@ -90,12 +92,18 @@ def sample_step(runner: ModelRunner, cache: SlotKVCache, context: int) -> Iterat
         cache.free(handle)
 
 
-def tree_plan(rows: int, context: int, vocab_size: int, handle: int = 0) -> StepPlan:
-    """Return a step of so many rows after a context, in which every node has two children."""
+def tree_plan(rows: int, context: int, vocab_size: int, handle: int = 0, ranks: int = 1) -> StepPlan:
+    """Return a step of so many rows after a context, in which every node has two children; for ranks, one tree each."""
     places = np.arange(rows - 1, dtype=np.int32)
     depths = np.log2(places + 2).astype(np.int32)
-    scores = places.astype(np.float32)
-    tree = DraftTree(np.stack([places % vocab_size, (places - 2) // 2, depths, places, places]), scores)
+    parents = (places - 2) // 2
+    trees = [np.where(parents < 0, parents, parents + rank * len(places)) for rank in range(ranks)]
+    places, parents, depths = (
+        np.arange(ranks * len(places), dtype=np.int32),
+        np.concatenate(trees),
+        np.tile(depths, ranks),
+    )
+    tree = DraftTree(np.stack([places % vocab_size, parents, depths, places, places]), places.astype(np.float32))
     return StepPlan([RequestPlan(np.zeros(1, np.int64), context, handle, tree=tree)], TOP_K)
 
 

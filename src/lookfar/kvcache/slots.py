@@ -38,7 +38,7 @@ class SlotKVCache(KVCache):
     def __init__(self, slots: int = 0, capacity: int = 0, sizing: Sizing = exact_size) -> None:
         self.buffers = SlotBuffers(slots, capacity)
         self.copy_slot: Callable[[int, int, int], None] | None = None  # a faster way to copy a slot, if there is one
-        self._sizing = sizing
+        self.sizing = sizing
         self._handles: list[KVHandle] = []  # by slot
         self._lengths: list[int] = []  # committed positions, by slot
         self._slot_of: dict[KVHandle, int] = {}
@@ -66,17 +66,21 @@ class SlotKVCache(KVCache):
         return self._slot_of[handle]
 
     def reserve(self, requests: int, length: int, *, most: int, keep: bool) -> None:
-        if requests <= self.slots and length <= self.capacity:
+        buffers = self.buffers
+        if requests <= buffers.slots and length <= buffers.capacity:
             return
         if not keep:
-            self.clear()
+            self._clear()
         self.apply_moves()
-        slots, capacity = self._sizing(max(requests, self.slots), max(length, self.capacity), most)
-        self.buffers.resize(slots, capacity)
+        slots, capacity = self.sizing(max(requests, buffers.slots), max(length, buffers.capacity), most)
+        buffers.resize(slots, capacity)
         self.copy_slot = None
 
     def clear(self) -> None:
         """Release the memory. No request may be allocated."""
+        self._clear()
+
+    def _clear(self) -> None:
         assert not self._handles
         self.buffers.clear()
         self._moves.clear()
@@ -187,6 +191,11 @@ class SlotKVCache(KVCache):
         self._copy(len(self._handles), slot, length)
         self._moves.pop(len(self._handles), None)
         self._handles[slot], self._lengths[slot], self._slot_of[last] = last, length, slot
+
+    def truncate(self, handle: KVHandle, length: int) -> None:
+        """Keep the first `length` tokens of a request; the others will be written again."""
+        slot = self._slot_of[handle]
+        self._lengths[slot] = min(self._lengths[slot], length)
 
     def abandon(self) -> None:
         for known in (self._handles, self._lengths, self._slot_of, self._retained, self._moves):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lookfar.core.arrays import Floats, Int32s
+from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.jit import jit
 from lookfar.core.plan import RequestPlan, RunnerLimits, WindowRows
 from lookfar.drafters.base import Strategy
@@ -60,6 +60,7 @@ class Prices:
         self.host = host
         self.kind = kind  # see `step_kind`
         self._table: Floats = np.zeros(0, np.float32)
+        self._device, self._host = self._table, self._table  # the parts of the table
         self._uses = 0
 
     def table(self, most: int) -> Floats:
@@ -67,9 +68,15 @@ class Prices:
         self._uses += 1
         if len(self._table) <= most or self._uses > MAX_USES:
             assert self.costs is not None
-            device = self.costs.table(most)[: most + 1] * np.float32(self.costs.drift(self.kind))
-            self._table, self._uses = device + self.host.table(most), 0
+            self._device = self.costs.table(most)[: most + 1] * np.float32(self.costs.drift(self.kind))
+            self._host = self.host.table(most)
+            self._table, self._uses = self._device + self._host, 0
         return self._table[: most + 1]
+
+    def shared_table(self, busiest: Ints) -> Floats:
+        """Return the seconds of steps that ranks share, given the rows of the busiest rank for 0, 1, … rows in all."""
+        self.table(len(busiest) - 1)
+        return self._device[busiest] + self._host[: len(busiest)]
 
 
 @dataclass(slots=True)
@@ -121,6 +128,11 @@ class StepRows:
         limit = self.limits.rows
         self.room = ANY_NUMBER if limit is None else max(limit - sum(self.lengths), 0)
 
+    def busiest(self, rows: Ints) -> Ints:
+        """Return the rows of the busiest rank, for numbers of rows in all; every rank has those that are fed anyway."""
+        drafts = np.maximum(rows - sum(self.lengths), 0)
+        return (rows - drafts + np.ceil(self.limits.share * drafts)).astype(np.int64)
+
 
 @dataclass(slots=True)
 class RowBudget:
@@ -149,7 +161,10 @@ class RowBudget:
     def _table(self, step: StepRows, prices: Prices) -> Floats:
         """Return the seconds of a step by its rows, with the host's part."""
         most = len(step.lengths) * (max(step.lengths) + max(self.max_rows[i] for i in self.members))
-        return prices.table(most if step.limits.rows is None else min(most, step.limits.rows))
+        most = most if step.limits.rows is None else min(most, step.limits.rows)
+        if step.limits.ranks == 1:
+            return prices.table(most)
+        return prices.shared_table(step.busiest(np.arange(most + 1)))
 
     def max_nodes(self, step: StepRows) -> int:
         """Return the most candidates worth building."""
@@ -184,15 +199,21 @@ class RowBudget:
         count, rate = best_count(ranking.gains, ranking.owners, fed, table, -silent, padded)
         if beside < 0:
             if len(fed) == 1 or not padded:
-                before = int(fed.sum())
-                assert prices.costs is not None
-                count = prices.costs.explore(before + count, before, before + len(ranking.scores)) - before
+                count = self._explore(count, len(ranking.scores), step, prices)
             return count, False
         with_windows = fed.copy()
         with_windows[list(windows.members)] += windows.lengths
         gains, owners = ranking.gains[:beside], ranking.owners[:beside]
         other, other_rate = best_count(gains, owners, with_windows, table, windows.bonus - silent, padded)
         return (other, True) if other_rate > rate else (count, False)
+
+    def _explore(self, count: int, most: int, step: StepRows, prices: Prices) -> int:
+        """Return how many candidates to verify: `count`, or now and then another number to learn what it costs."""
+        assert prices.costs is not None
+        before = sum(step.lengths)
+        chosen, largest = step.busiest(before + np.array([count, most])).tolist()
+        rows = prices.costs.explore(chosen, before, largest)
+        return count if rows == chosen else min(int((rows - before) / step.limits.share), most)
 
 
 def kind_of(budget: Budget) -> BudgetKind:
