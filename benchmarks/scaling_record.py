@@ -24,7 +24,7 @@ from lookfar.engine.stats import add_up, is_natural
 BATCH = 8
 SUITES = ("gsm8k", "mbpp", "humaneval", "dolly")  # of texts
 ROW_SUITES = ("mt_bench", "humaneval", "gsm8k")
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+ROWS = "2,4,8,16,32,64,128,256"
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def record_rows(options: argparse.Namespace) -> None:
     found: dict[str, Any] = read(path)
     lm = lookfar.load("demo", dtype="float32", strategy="auto", max_batch=1)
     left = options.count
-    for rows in ROWS[1:]:
+    for rows in map(int, options.rows.split(",")):
         for suite in ROW_SUITES:
             key = f"{suite} {rows}"
             if key in found or left <= 0:
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".recorded"))
     parser.add_argument("--limit", type=int, default=160, help="prompts of each suite")
     parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--rows", default=ROWS, help="row budgets")
     parser.add_argument("--count", type=int, default=1 << 30, help="stop after so many texts, or rows of a suite")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -45,10 +45,12 @@ class Server:
         except self._failures as error:
             raise self._failed(error) from None
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(
+        self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a streamed answer. Closing the iterator closes the connection."""
         try:
-            with self._client.stream("POST", path, json=body) as response:
+            with self._client.stream("POST", path, json=body, headers=headers) as response:
                 if response.status_code != 200:
                     response.read()
                 self._check(response)
