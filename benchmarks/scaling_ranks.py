@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, log2
 from pathlib import Path
 
@@ -23,7 +24,7 @@ NGRAMS = range(3, 11)
 
 def interpolated(points: Seq[tuple[float, float]], x: float) -> float:
     """Return the value between measured points, linear in the logarithm of x; flat beyond the last."""
-    for (x1, y1), (x2, y2) in zip(points, points[1:], strict=False):
+    for (x1, y1), (x2, y2) in pairwise(points):
         if x <= x2:
             return y1 + (y2 - y1) * max(0.0, log2(x / x1)) / log2(x2 / x1)
     return points[-1][1]
