@@ -35,7 +35,7 @@ AUTO = ((1, 1.0), (8, 2.47), (16, 3.0), (64, 4.17))
 PAPER = (0.425, 3.106)  # α and f of the paper for 7B on MT-bench
 PAPER_TOKENS, PAPER_SPEED = {"mt_bench": 1.96}, {"mt_bench": 1.64, "humaneval": 2.25}
 PAPER_EIGHT = 3.87  # HumanEval on eight GPUs
-FLEETS, EACH, SEEDS = (1, 2, 4, 8, 16), 16, 5
+FLEETS, EACH, SEEDS = (1, 2, 4, 8, 16), 12, 5
 REPEATS = (0.0, 0.25)
 
 
