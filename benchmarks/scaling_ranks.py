@@ -3,7 +3,7 @@
 Every rank holds the whole model. A step of R ranks verifies a tree of 1 + R·d rows: each rank feeds the last token, its
 own d draft rows, and the accepted tokens of the last step that another rank computed (all of them, in the worst case).
 The slowest rank decides the time of a step; then come the exchange of tokens and the planning of the next tree, which
-rank 0 does alone for all rows.
+rank 0 does alone for all draft rows. Rows of a lookahead window need no planning.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Choice:
     speed_up: float  # over one rank without speculation
     tokens_per_step: float
     rows_of_rank: float
-    rows: float
+    rows: float  # planned: the last token and all drafts
     setting: str
 
 
 def fastest(machine: Machine, ranks: int, settings: Iterator[tuple[float, float, float, str]]) -> Choice:
-    """Choose among (tokens per step, rows of the slowest rank, rows in all, name); too many rows are left out."""
+    """Choose among (tokens per step, rows of the slowest rank, planned rows, name); too many rows are left out."""
     best = Choice(ranks, 1.0, 1.0, 1, 1, "none")
     for tokens, rows_of_rank, rows, name in settings:
         if rows_of_rank > machine.max_rows:
@@ -108,6 +108,6 @@ def windows(machine: Machine, ranks: int, alpha: float, f: float) -> Choice:
                 tokens = law(alpha, f, n, w)
                 columns, guesses = ceil(w / ranks), ceil(w / ranks)
                 of_rank = w + (n - 2) * columns + guesses * (n - 1) + replayed(ranks, tokens)
-                yield tokens, of_rank, 2 * w * (n - 1), f"N {n}, W = G = {w}"
+                yield tokens, of_rank, 1 + w * (n - 1), f"N {n}, W = G = {w}"
 
     return fastest(machine, ranks, settings())

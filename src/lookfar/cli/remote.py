@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
+from weakref import finalize
 
 import typer
 
@@ -34,6 +35,7 @@ class Server:
         key = key or os.environ.get(KEY_VARIABLE)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(600, connect=10))
+        finalize(self, self._client.close)
         self._failures = (httpx.HTTPError, httpx.InvalidURL, ValueError)
 
     def get(self, path: str) -> Any:
