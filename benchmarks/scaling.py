@@ -128,10 +128,10 @@ def plots(report: dict[str, Any]) -> dict[str, str]:
         return [(cell["replicas"], cell[name]) for cell in growing if cell["repeats"] == repeats]
 
     stores = {
-        "shared, 25 % repeated": line(0.25, "shared"),
-        "own, 25 % repeated": line(0.25, "own"),
-        "shared, none repeated": line(0.0, "shared"),
-        "own, none repeated": line(0.0, "own"),
+        "shared, 25 % repeats": line(0.25, "shared"),
+        "own, 25 % repeats": line(0.25, "own"),
+        "shared, all new": line(0.0, "shared"),
+        "own, all new": line(0.0, "own"),
     }
     return {
         "ranks.svg": lines(
