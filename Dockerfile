@@ -11,7 +11,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 RUN pip install "$(grep '^torch==' constraints.txt)" --index-url "$TORCH_INDEX"
 COPY src ./src
-RUN pip install --constraint constraints.txt ".[demo,serve]"
+RUN pip install --constraint constraints.txt ".[demo,serve,redis]"
 
 USER lookfar
 VOLUME /cache

@@ -81,6 +81,7 @@ def stream(tokens: int) -> dict[str, Any]:
         shares = [lookfar.Share(url) for _ in stores]
         for store, share in zip(stores[:2], shares, strict=False):
             store.add([1, 2, 3])  # compile first
+            store.find(np.array([1, 2], np.int32), 16, 24)
             share.attach(store)
         lookups = LookUps(stores[1], texts[0][:32])
         time.sleep(0.5)

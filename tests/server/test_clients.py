@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from live_server import LiveServer, byte_lm, live_server
@@ -199,6 +200,21 @@ def test_lookfar_chat_with_a_server(server: LiveServer, expected: str, command: 
     assert shown.count("20 tokens in") >= 3
     assert "strategy: suffix" in shown
     assert "There is no /nothing" in shown
+
+
+def test_a_chat_names_its_conversation(server: LiveServer, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    asked = httpx.Client.stream
+
+    def stream(self: httpx.Client, *arguments: Any, **options: Any) -> Any:
+        seen.append(options["headers"].get("X-Conversation-Id"))
+        return asked(self, *arguments, **options)
+
+    monkeypatch.setattr(httpx.Client, "stream", stream)
+    for _ in range(2):
+        command("chat", "--url", server.url, "--max-new-tokens", "4", lines=("Hello", "Hello again"))
+    assert all(seen)
+    assert seen[0] == seen[1] != seen[2] == seen[3]
 
 
 def test_lookfar_top(server: LiveServer, command: Any) -> None:

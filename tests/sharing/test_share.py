@@ -472,3 +472,21 @@ def test_uses_are_kept_apart(server: RedisServer) -> None:
     assert second.flush()
     assert not texts_of(two)
     assert two.trie.size == 7  # 5 6 7, 6 7, 7
+
+
+def test_a_full_server_is_tried_again(server: RedisServer) -> None:
+    import redis
+
+    (one, first), (two, second) = shared_store(server.url), shared_store(server.url)
+    client = redis.Redis(port=server.port)
+    client.config_set("maxmemory-policy", "noeviction")
+    client.config_set("maxmemory", 1)
+    one.learn([[1, 2, 3], [4, 5, 6]])
+    wait_until(lambda: "maxmemory" in first.error)
+    one.learn([[7, 8, 9]])  # the store goes on learning
+    client.config_set("maxmemory", 0)
+    client.close()
+    assert first.flush(20)
+    assert second.flush(20)
+    assert texts_of(two) == texts_of(one) == [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
+    assert not first.error

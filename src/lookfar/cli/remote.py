@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
+from weakref import finalize
 
 import typer
 
@@ -34,6 +35,7 @@ class Server:
         key = key or os.environ.get(KEY_VARIABLE)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(600, connect=10))
+        finalize(self, self._client.close)
         self._failures = (httpx.HTTPError, httpx.InvalidURL, ValueError)
 
     def get(self, path: str) -> Any:
@@ -45,10 +47,12 @@ class Server:
         except self._failures as error:
             raise self._failed(error) from None
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(
+        self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a streamed answer. Closing the iterator closes the connection."""
         try:
-            with self._client.stream("POST", path, json=body) as response:
+            with self._client.stream("POST", path, json=body, headers=headers) as response:
                 if response.status_code != 200:
                     response.read()
                 self._check(response)

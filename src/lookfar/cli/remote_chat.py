@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import cycle
+from secrets import token_hex
 from time import perf_counter
 from typing import Any
 
@@ -25,6 +26,7 @@ class RemoteConversation(Conversation):
         super().__init__(None, system, generation, strategy)
         self.server = server
         self.model = server.get("/v1/models")["data"][0]["id"]
+        self.headers = {"X-Conversation-Id": token_hex(8)}  # a proxy sends all of it to one replica (docs/scaling.md)
         self.used: list[tuple[dict[str, Any], float, float]] = []  # usage, seconds to the first token, seconds
 
     def answer(self, message: str) -> None:
@@ -37,7 +39,7 @@ class RemoteConversation(Conversation):
         text, usage, colours = "", None, cycle(COLOURS)
         began, first = perf_counter(), 0.0
         with interrupts() as interrupted:
-            for chunk in self.server.stream(CHAT, body | sampling | more):
+            for chunk in self.server.stream(CHAT, body | sampling | more, self.headers):
                 usage = chunk.get("usage") or usage
                 for choice in chunk["choices"]:
                     piece = choice["delta"].get("content") or ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import asdict
 from time import time
 from typing import Any
 
@@ -66,7 +67,13 @@ class Status:
             "speculating": {str(requests): one.speculating for requests, one in controllers},
             "outcomes": dict(metrics.outcomes),
             "drafters": {name: [one.proposed, one.accepted] for name, one in metrics.drafters.items()},
+            "share": self._share(),
         }
+
+    def _share(self) -> dict[str, Any] | None:
+        """Return the counts of the shared store and whether its server answers; None without one."""
+        share = self._service.share
+        return None if share is None else {"up": not share.error, **asdict(share.counts)}
 
     async def keep_history(self) -> None:
         """Take a snapshot every second."""
@@ -97,3 +104,16 @@ class Status:
         for requests, mode in now["speculating"].items():
             modes.add_metric([requests], float(mode))
         yield modes
+        if now["share"] is not None:
+            yield from share_metrics(**now["share"])
+
+
+def share_metrics(up: bool, **counts: int) -> Iterator[Metric]:
+    """Return the metrics of a shared store."""
+    yield GaugeMetricFamily("lookfar_share_up", "Whether the server of the shared store answers.", float(up))
+    texts = CounterMetricFamily(
+        "lookfar_shared_texts", "Texts of the shared store, by what was done.", labels=["state"]
+    )
+    for state, count in counts.items():
+        texts.add_metric([state], count)
+    yield texts
