@@ -25,11 +25,12 @@ LAYERS = (
     ("engine",),
     ("streams", "profiles", "options", "sharing", "inputs"),
     ("lm",),
-    ("loading",),
+    ("loading", "rehearsal"),
     ("integrations", "explain", "bench", "testing"),
     ("compat", "server"),
     ("cli",),
     ("__init__",),
+    ("__main__",),
 )
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 MAX_FUNCTION, MAX_MODULE, MAX_PARAMETERS = 60, 350, 6

@@ -1,0 +1,6 @@
+"""`python -m lookfar`: the command line."""
+
+from lookfar.cli import main
+
+if __name__ == "__main__":
+    main()
