@@ -347,7 +347,7 @@ def test_options_for_sampling_stops_and_constraints(
     ("options", "sentence"),
     [
         (["--json-schema", "./nowhere.json"], "nowhere.json cannot be read"),
-        (["--regex", "("], "The constraint cannot be used"),
+        (["--regex", "("], "The regular expression ( cannot be used (unclosed group): correct it"),
         (["--temperature", "-1"], "A generation argument cannot be used"),
     ],
 )

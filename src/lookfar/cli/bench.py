@@ -85,6 +85,8 @@ def bench(
     sampling: dict[str, Any] = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, None)
     if not suite and prompts is None:
         raise ConfigError("Give --suite NAMES (with --data DIR, or from the hub) or --prompts FILE.")
+    if out.exists():
+        measuring.Results.load(out)  # refuses another file before anything is loaded
     lm = options.load(model, device=device, dtype=dtype, pack=pack, compile=compile, exact=exact, max_batch=max(sizes))
     results = measuring.run(
         lm,

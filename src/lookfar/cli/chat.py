@@ -79,4 +79,7 @@ def _converse(talk: Conversation) -> None:
         if line in ("/exit", "/quit"):
             return
         if line:
-            talk.take(line)
+            try:
+                talk.take(line)
+            except KeyboardInterrupt:  # whenever it comes, the conversation so far is kept
+                talk.out.print("\n[dim]Stopped; the conversation is as it was before this message.[/]")

@@ -142,7 +142,8 @@ def constraints(stop: list[str] | None, json_schema: Path | None, regex: str | N
         try:
             given["json_schema"] = json_schema.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{json_schema} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ConfigError(f"{json_schema} cannot be read ({reason}): give --json-schema a file.") from error
     return {name: value for name, value in given.items() if value is not None}
 
 

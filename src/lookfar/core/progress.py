@@ -26,6 +26,7 @@ Say = Callable[[str], None]
 PATIENCE = 1.0  # seconds after which a wait is worth a line
 _shown: list[tuple[str, Say]] = []  # the text of the bar that is shown, and a function that changes it
 _as_lines = False
+_printed: list[str] = []  # the last line
 
 
 @contextmanager
@@ -56,6 +57,7 @@ def progress_bar(text: str, total: int | None = None, done: int = 0, unit: str =
                 yield lambda step: progress.advance(task, step)
         finally:
             _shown.pop()
+            _printed.clear()
 
 
 def _counted(text: str, total: int | None, done: int, say: Say) -> Advance:
@@ -76,13 +78,20 @@ def say_as_lines(on: bool = True) -> None:
     _as_lines = on
 
 
+def _print_line(text: str) -> None:
+    """Print a line, once for nested blocks of one text, and only for the innermost block."""
+    if _shown and _shown[-1][0] == text and _printed[-1:] != [text]:
+        _printed[:] = [text]
+        print(f"{text} …", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _line_for(text: str) -> Iterator[None]:
     """Print a line if the block takes longer than `PATIENCE`."""
     if not _as_lines or sys.stderr.isatty():
         yield
         return
-    timer = Timer(PATIENCE, lambda: print(f"{text} …", file=sys.stderr, flush=True))
+    timer = Timer(PATIENCE, _print_line, (text,))
     timer.daemon = True
     timer.start()
     try:
