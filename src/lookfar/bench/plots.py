@@ -120,7 +120,7 @@ def bars(
             if name in values:
                 left = start + i * each
                 chart.bar(left, left + 0.92 * each, values[name], colour_of(i), f"{group}, {name}: {values[name]:.3g}")
-                if each > 24:  # narrower bars show their values on hover only
+                if each > 24 and values[name]:  # narrower bars show their values on hover only
                     chart.text(left + each / 2, chart.y(values[name]) - 4, f"{values[name]:.2f}", "middle", "dim")
         chart.text(start + 0.4 * room, HEIGHT - BOTTOM + 16, group, "middle")
     if mark is not None:

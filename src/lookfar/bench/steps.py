@@ -27,7 +27,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 512, 2048)
 FLAT = 1.2  # a step that costs at most this many times one row counts as flat
 MAX_SECONDS = 1.0  # spent on one point
-CHART_WIDTH = 560
+CHART_WIDTH = 480
 
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-3-8b": lambda: LlamaConfig(

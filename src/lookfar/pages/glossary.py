@@ -9,8 +9,8 @@ GLOSSARY = {
     "× generate": "The speed divided by that of transformers' model.generate in the same run.",
     "× none": "The speed divided by that of lookfar without speculation in the same run. In brackets: natural "
     "outputs only.",
-    "natural outputs": "Outputs that do not repeat themselves. Small models fall into loops, which any drafter predicts, "
-    "so figures are also given without them.",
+    "natural outputs": "Outputs that do not repeat themselves. Small models fall into loops, which any drafter "
+    "predicts, so figures are also given without them.",
     "tokens per step": "Tokens that one forward pass of the model emits on average: 1 without speculation. In "
     "brackets: natural outputs only.",
     "rows per step": "Positions that one forward pass computes on average: the last token and the draft tokens that "
@@ -40,4 +40,9 @@ GLOSSARY = {
     "cost curve": "Seconds of a step by its rows, measured on first use and refined by real steps. The row budget is "
     "chosen by it.",
     "drift": "By how much all steps are slower now than the curve says. It changes no decision: the shape alone does.",
+    "in use": "Milliseconds by the cost curve, as kept for this model and machine.",
+    "now": "Milliseconds of the same steps, measured for this page.",
+    "now ÷ in use": "Above 1: steps are slower now than the curve says.",
+    "without drift": "The same without the drift: 1 where the row budget is right about what more rows cost.",
+    "real steps": "Steps of real requests that have refined this point.",
 }
