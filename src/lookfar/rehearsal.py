@@ -27,7 +27,7 @@ def tiny_model() -> LlamaForCausalLM:
 def rehearse() -> None:
     """Compile what decoding needs: greedy and sampled, one request and two."""
     for requests in (1, 2):
-        lm = LM(tiny_model(), max_batch=requests, pack=False)
+        lm = LM(tiny_model(), max_batch=requests)
         lm.engine.speculator.costs = CostCurve({1: 1.0, 8: 1.0, 16: 16.0})  # steps of a tiny model say nothing
         lm.warmup(requests=requests, length=128, sampling=True)
         lm.generate(list(range(8)) * 4, max_new_tokens=24)

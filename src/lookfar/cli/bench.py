@@ -75,8 +75,7 @@ def bench(
     """Decode prompts with strategies and with transformers, in turn; report speed and differences."""
     if context.invoked_subcommand is not None:
         return
-    options.check_page(html)
-    options.check_writable(out, "--out")
+    _check_files(out, html)
     options.prepare()
     from lookfar import bench as measuring
     from lookfar.bench.page import page
@@ -85,8 +84,6 @@ def bench(
     sampling: dict[str, Any] = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, None)
     if not suite and prompts is None:
         raise ConfigError("Give --suite NAMES (with --data DIR, or from the hub) or --prompts FILE.")
-    if out.exists():
-        measuring.Results.load(out)  # refuses another file before anything is loaded
     lm = options.load(model, device=device, dtype=dtype, pack=pack, compile=compile, exact=exact, max_batch=max(sizes))
     results = measuring.run(
         lm,
@@ -108,6 +105,16 @@ def bench(
     if html is not None:
         options.write_page(html, page(results))
     _say_where(len(results.runs), out, html)
+
+
+def _check_files(out: Path, html: Path | None) -> None:
+    """Refuse files that cannot be written, or hold something else, before anything is loaded."""
+    options.check_page(html)
+    options.check_writable(out, "--out")
+    if out.exists():
+        from lookfar.bench.records import Results
+
+        Results.load(out)
 
 
 def _say_where(runs: int, out: Path, html: Path | None) -> None:

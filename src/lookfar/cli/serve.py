@@ -90,8 +90,7 @@ def serve(
     dtype: options.Dtype = None,
 ) -> None:
     """Serve MODEL with an API like OpenAI's, and a page at /. Ctrl-C or SIGTERM finishes running requests and stops."""
-    compile_ahead.start()
-    _check_installed()
+    _prepare()
     from lookfar.server.config import ServerConfig
     from lookfar.server.keys import load_keys
     from lookfar.server.logs import set_up_logs
@@ -112,7 +111,6 @@ def serve(
         cors_origins=tuple(cors or ()),
     )
     set_up_logs(log.value)
-    say_as_lines(False)  # the log says it
     chosen = options.strategies(strategy, settings), options.rows(budget)
     how = options.ModelOptions(device, dtype, max_length, None, pack, compile, exact)
     lm = _load(model, how, max_batch, prefill_chunk)
@@ -123,7 +121,10 @@ def serve(
     serve_forever(lm, config, known, (host, port))
 
 
-def _check_installed() -> None:
+def _prepare() -> None:
+    """Check that the server's packages are installed, and begin to compile. The log says what takes time."""
+    say_as_lines(False)
+    compile_ahead.start()
     try:
         import lookfar.server.app  # noqa: F401
     except ImportError as error:
