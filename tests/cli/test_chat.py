@@ -235,8 +235,9 @@ def test_ctrl_c_at_any_other_moment_keeps_the_conversation(
 def test_two_ctrl_c_in_a_terminal(lm: LM, tmp_path: Path) -> None:
     """A real terminal and real keys: two Ctrl-C in an answer, then another message, and all is saved."""
     pty = pytest.importorskip("pty")
-    lm.model.save_pretrained(tmp_path / "tiny")
     assert lm.tokenizer is not None
+    long = tiny_model("llama", torch.float32, vocab_size=len(lm.tokenizer), max_position_embeddings=4096)
+    long.save_pretrained(tmp_path / "tiny")
     lm.tokenizer.save_pretrained(tmp_path / "tiny")
     file = tmp_path / "chat.json"
     child, leader = pty.fork()
@@ -246,11 +247,11 @@ def test_two_ctrl_c_in_a_terminal(lm: LM, tmp_path: Path) -> None:
             "from lookfar.core import compile_ahead; compile_ahead.is_compiled = lambda: True\n"
             "import lookfar.cli; lookfar.cli.main()"
         )
-        arguments = ["chat", "--model", str(tmp_path / "tiny"), "--strategy", "none", "--max-new-tokens", "200"]
+        arguments = ["chat", "--model", str(tmp_path / "tiny"), "--strategy", "none", "--max-new-tokens", "400"]
         os.execv(sys.executable, [sys.executable, "-c", code, *arguments])
     screen = bytearray()
 
-    def wait_for(words: str, seconds: float = 120.0) -> None:
+    def wait_for(words: str, seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds
         while words.encode() not in screen:
             assert time.monotonic() < end, screen.decode(errors="replace")

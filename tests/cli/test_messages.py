@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import warnings
@@ -158,7 +159,7 @@ def test_the_file_of_a_benchmark_is_checked_before_anything_is_loaded(
         code, said = run(*bench, "--out", out)
         assert code == 2
         assert reason in one_sentence(said)
-    monkeypatch.setattr("os.access", lambda *_: False)
+    monkeypatch.setattr("os.access", lambda _, mode, **__: mode != os.W_OK)
     code, said = run(*bench, "--out", tmp_path / "locked" / "b.json")
     assert code == 2
     assert "cannot be written: give --out a file in a directory of yours" in one_sentence(said)
