@@ -55,7 +55,8 @@ def compare(
     sampling = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
     lm = options.load_model(model, options.ModelOptions(device, dtype, max_length, store, pack, compile, exact))
     ids, _ = options.prompt_ids(lm, prompt, raw)
-    strategies = lm.strategy if chosen is None else chosen
+    options.speculate(lm, chosen, None)
+    strategies = lm.strategy
     asked = {"max_new_tokens": max_new_tokens, "budget": rows, **sampling}
     runs = _decode(lm, ids, strategies, asked, repeats, store)
     record = _record(lm, ids, runs, strategies)

@@ -46,7 +46,7 @@ def start() -> None:
 def wait() -> None:
     """Wait until all is compiled, or has failed."""
     while _running:
-        with progress_bar("Compiling the host's code (once)"):
+        with progress_bar("Compiling the host's code (once, about 15 seconds)"):
             _running[-1].wait()
         _running.pop()
 
