@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from browser import browser  # noqa: F401  a fixture
 from families import DEVICE, tiny_model
 from helpers import eager_engine
 from lookfar.engine.engine import Engine
@@ -37,6 +38,7 @@ def own_cache_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lookfar.engine.costs.cache_dir", lambda: folder)
         patch.setattr("lookfar.profiles.cache_dir", lambda: folder)
+        patch.setattr("lookfar.core.compile_ahead.is_compiled", lambda: True)  # no second processes
         yield
 
 

@@ -147,7 +147,9 @@ def test_an_interrupted_run_goes_on_without_counting_twice(
     again = len(calls)
     measure(lm, data, out=out, repeats=1)  # nothing is left to do
     assert len(calls) == again
-    with pytest.raises(ConfigError, match="was measured with another max_new_tokens: give another file"):
+    with pytest.raises(
+        ConfigError, match=r"was measured with other max new tokens \(\d+, now \d+\): give another file"
+    ):
         measure(lm, data, out=out, repeats=1, max_new_tokens=NEW + 1)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -173,3 +176,104 @@ def test_a_model_that_cannot_chat_says_so_first(typed: Any, lm: LM, capsys: pyte
     lm.tokenizer.chat_template = None
     assert typed("Hello") == 2
     assert "no chat template" in capsys.readouterr().err
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step_and_keeps_the_conversation(
+    typed: Any, lm: LM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lm.warmup(requests=1)
+    forward, steps, released = lm.engine.runner.model.forward, [], Event()
+
+    def stuck(*arguments: Any) -> torch.Tensor:
+        steps.append(1)
+        if len(steps) == 25:  # in the second answer, a step that takes long
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.2)
+            released.wait(20)
+        return forward(*arguments)
+
+    monkeypatch.setattr(lm.engine.runner.model, "forward", stuck)
+    monkeypatch.setattr("lookfar.cli.conversation.Conversation.save", saving(released, Conversation.save))
+    file = tmp_path / "chat.json"
+    before = signal.getsignal(signal.SIGINT)
+    assert typed("Hello", "Go on", f"/save {file}", "More", f"/save {file}", options=("--strategy", "none")) == 0
+    assert [m["content"] for m in json.loads(file.read_text())[::2]] == ["Hello", "Go on", "More"]
+    assert capsys.readouterr().out.count("20 tokens in 20 steps") == 2
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def saving(released: Event, save: Any) -> Any:
+    """Return a `/save` that notes that the chat has gone on, while the step is still running."""
+
+    def wrapped(self: Conversation, name: str) -> None:
+        released.set()
+        save(self, name)
+
+    return wrapped
+
+
+def test_ctrl_c_at_any_other_moment_keeps_the_conversation(
+    typed: Any, lm: LM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    encode, calls = lm.chat_text, []
+
+    def interrupted(messages: Any) -> str:
+        calls.append(1)
+        if len(messages) == 3 and len(calls) < 4:
+            raise KeyboardInterrupt
+        return encode(messages)
+
+    monkeypatch.setattr(lm, "chat_text", interrupted)
+    file = tmp_path / "chat.json"
+    assert typed("Hello", "Lost", "Again", f"/save {file}") == 0
+    assert [m["content"] for m in json.loads(file.read_text())[::2]] == ["Hello", "Again"]
+    assert "Stopped; the conversation is as it was" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_ctrl_c_in_a_terminal(lm: LM, tmp_path: Path) -> None:
+    """A real terminal and real keys: two Ctrl-C in an answer, then another message, and all is saved."""
+    pty = pytest.importorskip("pty")
+    assert lm.tokenizer is not None
+    long = tiny_model("llama", torch.float32, vocab_size=len(lm.tokenizer), max_position_embeddings=4096)
+    long.save_pretrained(tmp_path / "tiny")
+    lm.tokenizer.save_pretrained(tmp_path / "tiny")
+    file = tmp_path / "chat.json"
+    child, leader = pty.fork()
+    if child == 0:
+        os.environ |= {"OMP_NUM_THREADS": "1", "LOOKFAR_CACHE": str(tmp_path), "TERM": "xterm"}
+        code = (
+            "from lookfar.core import compile_ahead; compile_ahead.is_compiled = lambda: True\n"
+            "import lookfar.cli; lookfar.cli.main()"
+        )
+        arguments = ["chat", "--model", str(tmp_path / "tiny"), "--strategy", "none", "--max-new-tokens", "400"]
+        os.execv(sys.executable, [sys.executable, "-c", code, *arguments])
+    screen = bytearray()
+
+    def wait_for(words: str, seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while words.encode() not in screen:
+            assert time.monotonic() < end, screen.decode(errors="replace")
+            if select.select([leader], [], [], 0.2)[0]:
+                screen.extend(os.read(leader, 4096))
+
+    def press(keys: str) -> None:
+        screen.clear()
+        os.write(leader, keys.encode())
+
+    try:
+        wait_for("› ")
+        press("Hello\r")
+        time.sleep(0.05)
+        os.write(leader, b"\x03\x03")
+        wait_for("› ")
+        press("Again\r")
+        wait_for("tokens/s")
+        press(f"/save {file}\r")
+        wait_for("messages in")
+        press("/exit\r")
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        os.close(leader)
+    assert "Again" in [m["content"] for m in json.loads(file.read_text())]

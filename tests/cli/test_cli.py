@@ -56,7 +56,7 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert run(monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
     commands = {command.callback.__name__ for command in app.registered_commands}
-    assert commands == {"generate", "chat", "compare", "check", "explain", "tune", "serve", "top"}
+    assert commands == {"generate", "chat", "compare", "check", "explain", "tune", "serve", "top", "doctor"}
     assert all(name in shown for name in (*commands, "bench", "store"))
 
 
@@ -301,7 +301,7 @@ def test_explain_as_text_json_and_page(
     page = tmp_path / "page.html"
     assert run(monkeypatch, *asked, "--html", str(page)) == 0
     text = page.read_text()
-    assert text.count("</script>") == 2  # the prompt's is data, not markup
+    assert text.count("</script>") == 3  # the prompt's is data, not markup
     assert "http" not in text
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert data["prompt"] == "</script><b>abcabcabc"
@@ -347,7 +347,7 @@ def test_options_for_sampling_stops_and_constraints(
     ("options", "sentence"),
     [
         (["--json-schema", "./nowhere.json"], "nowhere.json cannot be read"),
-        (["--regex", "("], "The constraint cannot be used"),
+        (["--regex", "("], "The regular expression ( cannot be used (unclosed group): correct it"),
         (["--temperature", "-1"], "A generation argument cannot be used"),
     ],
 )

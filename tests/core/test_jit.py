@@ -50,7 +50,7 @@ def test_without_a_place_to_write_to_code_is_compiled_again(monkeypatch: pytest.
 
 
 def test_a_directory_that_vanishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lookfar.core.jit._compiled_dir", lambda: str(tmp_path / "compiled"))
+    monkeypatch.setattr("lookfar.core.jit.compiled_dir", lambda: tmp_path / "compiled")
     compiled = jit(double)
     (tmp_path / "compiled").rename(tmp_path / "elsewhere") if (tmp_path / "compiled").exists() else None
     assert compiled(4) == 8

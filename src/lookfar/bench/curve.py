@@ -52,7 +52,7 @@ class CurveCheck:
         return asdict(self) | {"ratio": {rows: self.ratio(rows) for rows in self.kept}, "drift": self.drift}
 
 
-HEADINGS = ("rows", "in use", "now", "now ÷ in use", "without drift", "steps")
+HEADINGS = ("rows", "in use", "now", "now ÷ in use", "without drift", "real steps")
 
 
 def check_curve(runner: ModelRunner) -> CurveCheck | None:

@@ -125,7 +125,11 @@ class Benchmark:
         results = Results.load(self.out)
         if results.settings != self.settings:
             changed = next(k for k in self.settings if results.settings.get(k) != self.settings[k])
-            raise ConfigError(f"{self.out} was measured with another {changed}: give another file, or delete it.")
+            then, now = (_words(settings.get(changed)) for settings in (results.settings, self.settings))
+            raise ConfigError(
+                f"{self.out} was measured with other {changed.replace('_', ' ')} ({then}, now {now}): "
+                "give another file with --out, delete this one, or ask for the same."
+            )
         return results
 
     def _calls(self) -> Iterator[Call]:
@@ -180,3 +184,9 @@ def machine_of(lm: LM) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "lookfar": __version__,
     }
+
+
+def _words(setting: Any) -> str:
+    """Return a setting in a few words."""
+    words = ", ".join(map(str, setting)) if isinstance(setting, list | dict) else str(setting)
+    return words if len(words) <= 60 else f"{words[:57]}…"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from markupsafe import Markup
 
@@ -30,7 +31,20 @@ HEADINGS = (
     "peak memory",
     "identical",
 )
+PAGE_HEADINGS = (
+    "method",
+    "tokens/s",
+    "× generate",
+    "× none",
+    "tokens per step",
+    "rows per step",
+    "first token",
+    "ms per token",
+    "peak memory",
+    "identical",
+)
 TERMINAL_HEADINGS = ("", "tok/s", "× generate", "× none", "tokens/step", "rows", "same")
+CHART_WIDTH = 480  # two beside each other on a wide screen, and legible on a phone
 
 
 def page(results: Results) -> str:
@@ -44,8 +58,8 @@ def page(results: Results) -> str:
         model=settings.get("model"),
         settings=asked,
         machine=" · ".join(f"{key} {value}" for key, value in results.machine.items()),
-        headings=HEADINGS,
-        rows=[{"cells": cells(line), "differs": line.identical < line.outputs} for line in lines],
+        headings=PAGE_HEADINGS,
+        groups=groups_of(lines),
         differences=[
             f"{line.method} on {line.suite}: first at token {line.first_difference.token} of "
             f"{line.first_difference.prompt}"
@@ -86,6 +100,34 @@ def cells(line: Line) -> list[str]:
     ]
 
 
+def groups_of(lines: Iterable[Line]) -> list[dict[str, Any]]:
+    """Return the rows of a page, those of one suite and batch size together."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        name = line.suite if line.batch == 1 else f"{line.suite}, batches of {line.batch}"
+        name = f"{name}: {line.outputs} prompts, {line.natural} with natural outputs"
+        row = {"cells": page_row(line), "differs": line.identical < line.outputs}
+        groups.setdefault(name, []).append(row)
+    return [{"name": name, "rows": rows} for name, rows in groups.items()]
+
+
+def page_row(line: Line) -> list[str]:
+    """Return a line as text, by `PAGE_HEADINGS`; natural outputs in brackets."""
+    whole = dict(zip(HEADINGS, cells(line), strict=True))
+    return [
+        line.method,
+        whole["tokens/s"],
+        whole["× generate"],
+        f"{whole['× none']} ({whole['× none, natural']})",
+        f"{whole['tokens/step']} ({whole['natural']})",
+        whole["rows/step"],
+        whole["first token"],
+        f"{whole['ms/token p50']} · {whole['p95']}",
+        whole["peak memory"],
+        whole["identical"],
+    ]
+
+
 def terminal_row(line: Line) -> list[str]:
     """Return what fits on a terminal; natural outputs in brackets."""
     whole = dict(zip(HEADINGS, cells(line), strict=True))
@@ -104,11 +146,17 @@ def charts_of(results: Results, lines: list[Line]) -> list[str]:
     """Return the charts of a report."""
     ours = {run.method for run in results.runs if run.drafts}
     drafting = [run for run in results.runs if run.method in ours]
-    charts = [speed_ups(lines), histogram(drafting), costs(results, drafting), depths(drafting), latency(results.runs)]
+    charts = [
+        speed_ups(lines, CHART_WIDTH),
+        histogram(drafting),
+        costs(results, drafting),
+        depths(drafting),
+        latency(results.runs),
+    ]
     return [chart for chart in charts if chart]
 
 
-def speed_ups(lines: list[Line]) -> str:
+def speed_ups(lines: list[Line], width: int = plots.WIDTH) -> str:
     """Draw the speed-up over `model.generate` if it ran, otherwise over decoding without speculation."""
     measured = any(line.over_generate is not None for line in lines)
     groups: dict[str, dict[str, float]] = {}
@@ -118,7 +166,7 @@ def speed_ups(lines: list[Line]) -> str:
         if value is not None:
             groups.setdefault(label, {})[line.method] = value
     over = "model.generate" if measured else "decoding without speculation"
-    return plots.bars(f"Speed-up over {over}", groups, "×", mark=1.0)
+    return plots.bars(f"Speed-up over {over}", groups, "×", 1.0, width)
 
 
 def histogram(runs: Iterable[Run]) -> str:
@@ -132,7 +180,7 @@ def histogram(runs: Iterable[Run]) -> str:
         }
         for size in range(1, 13)
     }
-    return plots.bars("Share of steps by emitted tokens", shares) if groups else ""
+    return plots.bars("Share of steps by emitted tokens", shares, width=CHART_WIDTH) if groups else ""
 
 
 def costs(results: Results, runs: Iterable[Run]) -> str:
@@ -141,7 +189,7 @@ def costs(results: Results, runs: Iterable[Run]) -> str:
     used = sorted(rows for run in runs for _, rows, _ in run.steps)
     mark = float(used[len(used) // 2]) if used else None
     title = "Cost of a step; dashed: median of the rows used"
-    return plots.lines(title, {"ms": curve}, Axes("rows", "ms", log=True), mark=mark)
+    return plots.lines(title, {"ms": curve}, Axes("rows", "ms", log=True, width=CHART_WIDTH), mark=mark)
 
 
 def depths(runs: list[Run]) -> str:
@@ -151,7 +199,7 @@ def depths(runs: list[Run]) -> str:
         for source, found in by_depth(runs).items()
     }
     shown = {name: line for name, line in series.items() if line}
-    return plots.lines("Share of draft tokens accepted, by depth and source", shown, Axes("depth"))
+    return plots.lines("Share of draft tokens accepted, by depth and drafter", shown, Axes("depth", width=CHART_WIDTH))
 
 
 def latency(runs: Iterable[Run]) -> str:
@@ -169,4 +217,6 @@ def latency(runs: Iterable[Run]) -> str:
         line = [(8.0 * place + 4, sum(found) / len(found)) for place, found in sorted(places.items()) if place]
         if len(line) > 1:
             series[name] = line
-    return plots.lines("Milliseconds per token along the output", series, Axes("token", "ms"), dots=False)
+    return plots.lines(
+        "Milliseconds per token along the output", series, Axes("token", "ms", width=CHART_WIDTH), dots=False
+    )

@@ -17,37 +17,43 @@ text{font:12px system-ui,sans-serif}.title{font-size:14px;font-weight:600}</styl
 
 @dataclass(frozen=True)
 class Axes:
-    """The names of the axes, whether x is logarithmic, and where y begins."""
+    """The names of the axes, whether x is logarithmic, where y begins, and the width of the chart."""
 
     x_name: str = ""
     y_name: str = ""
     log: bool = False
     base: float = 0.0
+    width: int = WIDTH
 
 
 class Chart:
     """A frame with axes; marks are added in data coordinates."""
 
     def __init__(self, title: str, x: tuple[float, float], y: tuple[float, float], axes: Axes) -> None:
-        self.title, self.log = title, axes.log
+        self.title, self.log, self.width = title, axes.log, axes.width
+        self.height = HEIGHT  # and more where the legend takes several lines
         self.x_range, self.y_range = x, (y[0], y[1] if y[1] > y[0] else y[0] + 1)
         self.parts: list[str] = []
         for value in ticks(*self.y_range):
             at = self.y(value)
-            self.parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+            self.parts.append(f'<line class="grid" x1="{LEFT}" x2="{self.right}" y1="{at:.1f}" y2="{at:.1f}"/>')
             self.text(LEFT - 6, at + 4, short(value), "end", "dim")
         bottom = HEIGHT - BOTTOM
-        self.parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+        self.parts.append(f'<line class="axis" x1="{LEFT}" x2="{self.right}" y1="{bottom}" y2="{bottom}"/>')
         if axes.x_name:
-            self.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 22, axes.x_name, "middle", "dim")
+            self.text((LEFT + self.right) / 2, HEIGHT - 22, axes.x_name, "middle", "dim")
         if axes.y_name:
             self.text(LEFT - 44, TOP - 8, axes.y_name, "start", "dim")
+
+    @property
+    def right(self) -> int:
+        return self.width - RIGHT
 
     def x(self, value: float) -> float:
         low, high = self.x_range
         if self.log:
             low, high, value = math.log2(low), math.log2(high), math.log2(value)
-        return LEFT + (value - low) / ((high - low) or 1) * (WIDTH - LEFT - RIGHT)
+        return LEFT + (value - low) / ((high - low) or 1) * (self.right - LEFT)
 
     def y(self, value: float) -> float:
         low, high = self.y_range
@@ -79,24 +85,34 @@ class Chart:
     def legend(self, names: Seq[str]) -> None:
         at = float(LEFT)
         for i, name in enumerate(names):
-            self.parts.append(f'<rect x="{at:.0f}" y="{HEIGHT - 14}" width="10" height="10" fill="{colour_of(i)}"/>')
-            self.text(at + 14, HEIGHT - 5, name)
-            at += 26 + 6.8 * len(name)
+            room = 26 + 6.8 * len(name)
+            if at > LEFT and at + room > self.width + RIGHT:
+                at, self.height = LEFT, self.height + 16
+            place = f'x="{at:.0f}" y="{self.height - 14}"'
+            self.parts.append(f'<rect {place} width="10" height="10" fill="{colour_of(i)}"/>')
+            self.text(at + 14, self.height - 5, name)
+            at += room
 
     def svg(self) -> str:
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" role="img" '
             f'aria-label="{escape(self.title)}">{STYLE}<text class="ink title" x="{LEFT - 44}" y="18">'
             f"{escape(self.title)}</text>{''.join(self.parts)}</svg>"
         )
 
 
-def bars(title: str, groups: Mapping[str, Mapping[str, float]], y_name: str = "", mark: float | None = None) -> str:
+def bars(
+    title: str,
+    groups: Mapping[str, Mapping[str, float]],
+    y_name: str = "",
+    mark: float | None = None,
+    width: int = WIDTH,
+) -> str:
     """Draw one group of bars for each key, and a dashed line at `mark`."""
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
     highest = max((v for values in groups.values() for v in values.values()), default=1.0)
-    chart = Chart(title, (0, 1), (0, 1.1 * max(highest, mark or 0)), Axes(y_name=y_name))
-    room = (WIDTH - LEFT - RIGHT) / max(len(groups), 1)
+    chart = Chart(title, (0, 1), (0, 1.1 * max(highest, mark or 0)), Axes(y_name=y_name, width=width))
+    room = (chart.right - LEFT) / max(len(groups), 1)
     each = 0.8 * room / max(len(names), 1)
     for g, (group, values) in enumerate(groups.items()):
         start = LEFT + g * room + 0.1 * room
@@ -104,13 +120,13 @@ def bars(title: str, groups: Mapping[str, Mapping[str, float]], y_name: str = ""
             if name in values:
                 left = start + i * each
                 chart.bar(left, left + 0.92 * each, values[name], colour_of(i), f"{group}, {name}: {values[name]:.3g}")
-                if each > 24:  # narrower bars show their values on hover only
+                if each > 24 and values[name]:  # narrower bars show their values on hover only
                     chart.text(left + each / 2, chart.y(values[name]) - 4, f"{values[name]:.2f}", "middle", "dim")
         chart.text(start + 0.4 * room, HEIGHT - BOTTOM + 16, group, "middle")
     if mark is not None:
         at = chart.y(mark)
         chart.parts.append(
-            f'<line class="axis" stroke-dasharray="4 3" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>'
+            f'<line class="axis" stroke-dasharray="4 3" x1="{LEFT}" x2="{chart.right}" y1="{at}" y2="{at}"/>'
         )
     chart.legend(names)
     return chart.svg()

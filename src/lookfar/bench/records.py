@@ -62,9 +62,11 @@ class Results:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
         except ValueError:
-            raise ConfigError(f"{path} is not JSON, perhaps cut off: measure again.") from None
+            raise ConfigError(
+                f"{path} is not JSON, perhaps cut off: give another file, or delete it and measure again."
+            ) from None
         if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise ConfigError(f"{path} is not a file of `lookfar bench`.")
+            raise ConfigError(f"{path} is not a file of `lookfar bench`: give another one.")
         try:
             results = cls(dict(found["settings"]), dict(found["machine"]), dict(found["costs"]))
             results.runs = [_run(item) for item in found["runs"]]

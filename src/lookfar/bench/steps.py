@@ -27,6 +27,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 512, 2048)
 FLAT = 1.2  # a step that costs at most this many times one row counts as flat
 MAX_SECONDS = 1.0  # spent on one point
+CHART_WIDTH = 480
 
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-3-8b": lambda: LlamaConfig(
@@ -144,15 +145,14 @@ def measure_steps(runner: ModelRunner, name: str, contexts: Seq[int] = CONTEXTS,
 
 def steps_page(costs: StepCosts, curve: CurveCheck | None = None) -> str:
     """Return a self-contained page with the curve, the table, and the cost curve in use."""
-    series = {f"context {c}": [(float(r), ms) for r, ms in curve.items()] for c, curve in costs.milliseconds.items()}
     curves = list(costs.milliseconds.values())
     return render(
         "steps.html",
         model=costs.model,
         runner=costs.runner,
         device=costs.device,
-        floor=f"{costs.floor:.2f}",
-        chart=Markup(plots.lines(f"A step of {costs.model}", series, Axes("rows", "ms", log=True))),
+        facts=_facts(costs),
+        chart=Markup(_chart(costs)),
         contexts=list(costs.milliseconds),
         rows=[[rows, *(f"{one[rows]:.2f}" for one in curves)] for rows in curves[0]],
         headings=HEADINGS,
@@ -160,6 +160,25 @@ def steps_page(costs: StepCosts, curve: CurveCheck | None = None) -> str:
         drift=f"{curve.drift:.2f}" if curve is not None else "",
         no_curve=NO_CURVE,
     )
+
+
+def _facts(costs: StepCosts) -> list[tuple[str, str]]:
+    """Return the figures at the top of the page, for the shortest context."""
+    context = min(costs.milliseconds)
+    return [
+        ("floor", f"{costs.floor:.2f} ms"),
+        ("one row", f"{costs.milliseconds[context][1]:.2f} ms"),
+        ("of the floor", f"{costs.share(context):.0%}"),
+        ("nearly free", f"{costs.critical(context)} rows"),
+    ]
+
+
+def _chart(costs: StepCosts) -> str:
+    series = {f"context {c}": [(float(r), ms) for r, ms in curve.items()] for c, curve in costs.milliseconds.items()}
+    rows = [rows for rows, _ in next(iter(series.values()))]
+    floor = [(rows[0], costs.floor), (rows[-1], costs.floor)]
+    axes = Axes("rows", "ms", log=True, width=CHART_WIDTH)
+    return plots.lines(f"A step of {costs.model}", series, axes, dashed=[floor])
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

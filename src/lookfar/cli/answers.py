@@ -22,18 +22,25 @@ if TYPE_CHECKING:
 def show_answer(
     stream: Stream, out: Console, on_chunk: Callable[[Chunk], None] = lambda _: None
 ) -> tuple[str, Chunk | None, bool]:
-    """Print an answer as it comes. Returns its text, its last chunk, and whether Ctrl-C stopped it."""
-    text, last = "", None
+    """Print an answer as it comes. Returns its text, its last chunk, and whether Ctrl-C stopped it.
+
+    The first Ctrl-C waits for the step that is running, the second one does not.
+    """
+    text, last, stopped = "", None, False
     colours = cycle(COLOURS)
-    with stream, interrupts() as interrupted:
-        for chunk in stream:
-            on_chunk(chunk)
-            out.print(Text(chunk.text, style=next(colours)), end="", soft_wrap=True)
-            text, last = text + chunk.text, chunk
-            if interrupted.is_set():
-                break
+    try:
+        with stream, interrupts() as interrupted:
+            for chunk in stream:
+                on_chunk(chunk)
+                out.print(Text(chunk.text, style=next(colours)), end="", soft_wrap=True)
+                text, last = text + chunk.text, chunk
+                if interrupted.is_set():
+                    stopped = True
+                    break
+    except KeyboardInterrupt:
+        stopped = True
     out.print()
-    return text, last, interrupted.is_set()
+    return text, last, stopped
 
 
 def summary(stats: Stats) -> str:
@@ -45,7 +52,7 @@ def summary(stats: Stats) -> str:
 
 @contextmanager
 def interrupts() -> Iterator[Event]:
-    """Record Ctrl-C, to stop after the present chunk; a second Ctrl-C ends the program as usual."""
+    """Record Ctrl-C, to stop after the present chunk; a second Ctrl-C raises `KeyboardInterrupt` as usual."""
     pressed = Event()
     if current_thread() is not main_thread():
         yield pressed

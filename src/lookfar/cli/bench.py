@@ -75,16 +75,16 @@ def bench(
     """Decode prompts with strategies and with transformers, in turn; report speed and differences."""
     if context.invoked_subcommand is not None:
         return
+    _check_files(out, html)
+    options.prepare()
     from lookfar import bench as measuring
     from lookfar.bench.page import page
-    from lookfar.loading import load
 
-    options.check_page(html)
     sizes, rows = _numbers(batch), options.rows(budget)
     sampling: dict[str, Any] = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, None)
     if not suite and prompts is None:
         raise ConfigError("Give --suite NAMES (with --data DIR, or from the hub) or --prompts FILE.")
-    lm = load(model, device=device, dtype=dtype, pack=pack, compile=compile, exact=exact, max_batch=max(sizes))
+    lm = options.load(model, device=device, dtype=dtype, pack=pack, compile=compile, exact=exact, max_batch=max(sizes))
     results = measuring.run(
         lm,
         suites=options.names(suite) if suite else (),
@@ -105,6 +105,16 @@ def bench(
     if html is not None:
         options.write_page(html, page(results))
     _say_where(len(results.runs), out, html)
+
+
+def _check_files(out: Path, html: Path | None) -> None:
+    """Refuse files that cannot be written, or hold something else, before anything is loaded."""
+    options.check_page(html)
+    options.check_writable(out, "--out")
+    if out.exists():
+        from lookfar.bench.records import Results
+
+        Results.load(out)
 
 
 def _say_where(runs: int, out: Path, html: Path | None) -> None:
@@ -145,18 +155,18 @@ def steps(
     as_json: options.Json = False,
 ) -> None:
     """Measure the milliseconds of a step with 1 to 256 rows, and check the cost curve that is in use."""
+    options.check_page(html)
+    options.prepare()
     from lookfar.bench.curve import check_curve
     from lookfar.bench.steps import measure_steps, steps_page
-    from lookfar.loading import load
 
-    options.check_page(html)
     lengths = _numbers(contexts, "--contexts")
     if (model is None) == (shape is None):
         raise ConfigError("Give --model NAME or --shape NAME, one of the two.")
     if shape is not None:
         lm = _random_lm(shape, device, dtype, compile, exact)
     else:
-        lm = load(str(model), device=device, dtype=dtype, compile=compile, exact=exact)
+        lm = options.load(str(model), device=device, dtype=dtype, compile=compile, exact=exact)
     found = measure_steps(lm.engine.runner, shape or str(model), lengths)
     curve = check_curve(lm.engine.runner)
     if html is not None:

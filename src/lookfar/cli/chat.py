@@ -42,6 +42,8 @@ def chat(
     dtype: options.Dtype = None,
 ) -> None:
     """Talk with MODEL. Ctrl-C stops an answer, /help shows the commands, Ctrl-D or /exit ends it."""
+    if url is None:
+        options.prepare()
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     sampling = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
     with contextlib.suppress(ImportError):
@@ -77,4 +79,7 @@ def _converse(talk: Conversation) -> None:
         if line in ("/exit", "/quit"):
             return
         if line:
-            talk.take(line)
+            try:
+                talk.take(line)
+            except KeyboardInterrupt:  # whenever it comes, the conversation so far is kept
+                talk.out.print("\n[dim]Stopped; the conversation is as it was before this message.[/]")

@@ -48,13 +48,15 @@ def compare(
     as_json: options.Json = False,
 ) -> None:
     """Decode PROMPT without speculation and with a strategy; report the speed-up and whether the texts agree."""
+    options.prepare()
     from lookfar.drafters.registry import name_of
 
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     sampling = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
     lm = options.load_model(model, options.ModelOptions(device, dtype, max_length, store, pack, compile, exact))
     ids, _ = options.prompt_ids(lm, prompt, raw)
-    strategies = lm.strategy if chosen is None else chosen
+    options.speculate(lm, chosen, None)
+    strategies = lm.strategy
     asked = {"max_new_tokens": max_new_tokens, "budget": rows, **sampling}
     runs = _decode(lm, ids, strategies, asked, repeats, store)
     record = _record(lm, ids, runs, strategies)
@@ -74,9 +76,11 @@ def _decode(
     runs: dict[str, list[Completion]] = {side: [] for side in methods}
     new = asked["max_new_tokens"]
     # The first forward passes of a process are slow, and CUDA graphs are captured when their size is first needed.
+    lm.warmup(requests=1, length=len(ids) + new, sampling=bool(asked.get("temperature")))
     first = new if lm.engine.runner.limits.captured else min(4, new)
     for method in methods.values():
-        lm.generate(ids, strategy=method, **(asked | {"max_new_tokens": first}))
+        with progress_bar("Decoding a few tokens"):
+            lm.generate(ids, strategy=method, **(asked | {"max_new_tokens": first}))
     for _ in range(repeats):
         for side, method in methods.items():
             lm.forget()

@@ -70,6 +70,7 @@ class Conversation:
 
         text, last, stopped = show_answer(stream, self.out, collect)
         if last is None:
+            self.out.print("[dim]Stopped before the first token.[/]")
             return
         assert self.lm.tokenizer is not None
         self.messages = [*asked, {"role": "assistant", "content": text}]

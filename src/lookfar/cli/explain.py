@@ -36,13 +36,17 @@ def explain(
     as_json: options.Json = False,
 ) -> None:
     """Decode PROMPT and show the draft tree of every step, and what was accepted."""
+    options.check_page(html)
+    options.prepare()
     from lookfar.explain import explain as explain_steps, explain_page
 
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
-    options.check_page(html)
     lm = options.load_model(model, options.ModelOptions(device, dtype, None, store, pack))
     ids, text = options.prompt_ids(lm, prompt, raw)
-    explained = explain_steps(lm, ids, max_new_tokens, chosen, rows)
+    options.speculate(lm, chosen, rows)
+    lm.requests(ids, max_new_tokens=max_new_tokens)  # refuses a prompt that is too long before the warm-up
+    lm.warmup(requests=1, length=len(ids) + max_new_tokens)
+    explained = explain_steps(lm, ids, max_new_tokens)
     if html is not None:
         options.write_page(html, explain_page(explained, text, model))
         options.say("Written", f"{html}, {len(explained.steps)} steps", "green")

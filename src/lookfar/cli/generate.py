@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from lookfar.cli import options
+from lookfar.core.progress import progress_bar
+
+if TYPE_CHECKING:
+    from lookfar.lm import LM
 
 
 def generate(
@@ -37,24 +42,41 @@ def generate(
     as_json: options.Json = False,
 ) -> None:
     """Decode PROMPT and print the answer as it comes; tokens of one step share a colour."""
+    options.prepare()
     chosen, rows = options.strategies(strategy, settings), options.rows(budget)
     asked = options.sampling(temperature, top_p, top_k, min_p, repetition_penalty, seed)
     asked |= options.constraints(stop, json_schema, regex)
     how = options.ModelOptions(device, dtype, max_length, store, pack, compile, exact, share)
     lm = options.load_model(model, how)
+    options.speculate(lm, chosen, rows)
     ids, _ = options.prompt_ids(lm, prompt, raw)
-    asked |= {"max_new_tokens": max_new_tokens, "strategy": chosen, "budget": rows}
-    if as_json:
-        from lookfar.core.progress import progress_bar
+    asked |= {"max_new_tokens": max_new_tokens}
+    (_print_json if as_json else _print_text)(lm, ids, asked)
 
-        with progress_bar("Decoding", max_new_tokens) as advance:
-            done = lm.generate(ids, on_step=lambda output: advance(len(output.tokens)), **asked)
-        record = {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
-        print(json.dumps(record | {"stats": done.stats.as_dict()}, ensure_ascii=False))
-        return
+
+def _print_text(lm: LM, ids: list[int], asked: dict[str, Any]) -> None:
     from lookfar.cli.answers import show_answer, summary
 
-    _, last, stopped = show_answer(lm.stream(ids, **asked), Console(highlight=False))
+    stream = lm.stream(ids, **asked)  # refuses a mistake before the warm-up
+    _warm_up(lm, ids, asked)
+    _, last, stopped = show_answer(stream, Console(highlight=False))
     if last is not None:
         ended = "stopped" if stopped else last.finish_reason
         Console(stderr=True, highlight=False).print(f"[dim]{summary(last.stats)} ({ended})[/]", soft_wrap=True)
+
+
+def _print_json(lm: LM, ids: list[int], asked: dict[str, Any]) -> None:
+    from lookfar.streams import Completion
+
+    requests, _ = lm.requests(ids, **asked)
+    _warm_up(lm, ids, asked)
+    with progress_bar("Decoding", asked["max_new_tokens"]) as advance:
+        result = lm.run(requests, on_step=lambda output: advance(len(output.tokens)))[0]
+    done = Completion.of(result, lm.tokenizer)
+    record = {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
+    print(json.dumps(record | {"stats": done.stats.as_dict()}, ensure_ascii=False))
+
+
+def _warm_up(lm: LM, ids: list[int], asked: dict[str, Any]) -> None:
+    """Compile, pack and measure before the clock of the answer starts."""
+    lm.warmup(requests=1, length=len(ids) + asked["max_new_tokens"], sampling=bool(asked.get("temperature")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from lookfar.core import compile_ahead
+from lookfar.core.progress import progress_bar
 from lookfar.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from lookfar.drafters.base import Strategy
     from lookfar.lm import LM
+    from lookfar.speculation.row_budget import Budget as RowBudget
 
 Prompt = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")]
 Model = Annotated[str, typer.Option(help="demo, a directory of a saved model, or a hub name.")]
@@ -86,6 +90,13 @@ def say(kind: str, sentence: str, style: str) -> None:
     Console(stderr=True).print(f"[{style}]{kind}:[/] {escape(sentence)}", soft_wrap=True, highlight=False)
 
 
+def prepare() -> None:
+    """Import torch and transformers, which takes seconds, and compile the host's code meanwhile where that is left."""
+    compile_ahead.start()
+    with progress_bar("Importing torch and transformers"):
+        import lookfar.loading  # noqa: F401
+
+
 def strategies(name: str | None, settings: list[str] | None) -> tuple[Strategy, ...] | None:
     """Return the strategies that `--strategy` and `--set` describe; None if neither was given."""
     from lookfar.drafters.registry import parse_strategy
@@ -131,7 +142,8 @@ def constraints(stop: list[str] | None, json_schema: Path | None, regex: str | N
         try:
             given["json_schema"] = json_schema.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{json_schema} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ConfigError(f"{json_schema} cannot be read ({reason}): give --json-schema a file.") from error
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -150,13 +162,31 @@ class ModelOptions:
 
 
 def load_model(name: str, options: ModelOptions) -> LM:
-    """Load a model for a command, on all ranks that torchrun has started; only rank 0 returns."""
+    """Load a model for a command that decodes one prompt at a time."""
+    return load(name, max_batch=1, **vars(options))
+
+
+def load(name: str, **how: Any) -> LM:
+    """Load a model on all ranks that torchrun has started, and wait until the host's code is compiled.
+
+    Only rank 0 returns.
+    """
     from transformers import logging
 
-    from lookfar.parallel import load
+    from lookfar import parallel
 
     logging.set_verbosity_error()  # its advice would appear in the middle of an answer
-    return load(name, max_batch=1, **vars(options))
+    lm = parallel.load(name, **how)
+    compile_ahead.wait()
+    return lm
+
+
+def speculate(lm: LM, strategies: tuple[Strategy, ...] | None, budget: RowBudget) -> None:
+    """Use what was asked for; otherwise what `load` has chosen stays."""
+    if strategies is not None:
+        lm.strategy, lm.budget = strategies, budget
+    elif budget is not None:
+        lm.budget = budget
 
 
 def prompt_ids(lm: LM, prompt: str, raw: bool) -> tuple[list[int], str]:
@@ -179,10 +209,21 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
+def check_writable(path: Path | None, option: str) -> None:
+    """Refuse a file that cannot be written before the work that it would hold."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory: give {option} a file.")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{path.parent} is not a directory: give {option} a file in one that exists.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: give {option} a file in a directory of yours.")
+
+
 def check_page(path: Path | None) -> None:
-    """Refuse a page that cannot be written before the work that it would show."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path.parent} is not a directory: give --html a file in one that exists.")
+    check_writable(path, "--html")
 
 
 def write_page(path: Path, page: str) -> None:

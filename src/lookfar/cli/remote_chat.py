@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import cycle
 from secrets import token_hex
 from time import perf_counter
@@ -38,7 +39,7 @@ class RemoteConversation(Conversation):
         sampling = {name: value for name, value in self._next_generation().items() if name != "budget"}
         text, usage, colours = "", None, cycle(COLOURS)
         began, first = perf_counter(), 0.0
-        with interrupts() as interrupted:
+        with suppress(KeyboardInterrupt), interrupts() as interrupted:  # a second Ctrl-C does not wait for a chunk
             for chunk in self.server.stream(CHAT, body | sampling | more, self.headers):
                 usage = chunk.get("usage") or usage
                 for choice in chunk["choices"]:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lookfar.cli import options
+from lookfar.core import compile_ahead
+from lookfar.core.progress import say_as_lines
 from lookfar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lookfar.drafters.base import Strategy
     from lookfar.lm import LM
-    from lookfar.speculation.row_budget import Budget
 
 _log = getLogger("lookfar.server").info
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -90,7 +90,7 @@ def serve(
     dtype: options.Dtype = None,
 ) -> None:
     """Serve MODEL with an API like OpenAI's, and a page at /. Ctrl-C or SIGTERM finishes running requests and stops."""
-    _check_installed()
+    _prepare()
     from lookfar.server.config import ServerConfig
     from lookfar.server.keys import load_keys
     from lookfar.server.logs import set_up_logs
@@ -114,14 +114,17 @@ def serve(
     chosen = options.strategies(strategy, settings), options.rows(budget)
     how = options.ModelOptions(device, dtype, max_length, None, pack, compile, exact)
     lm = _load(model, how, max_batch, prefill_chunk)
-    _speculate(lm, *chosen)
+    options.speculate(lm, *chosen)
     lm.remember = remember
     if warmup:
         _warm_up(lm)
     serve_forever(lm, config, known, (host, port))
 
 
-def _check_installed() -> None:
+def _prepare() -> None:
+    """Check that the server's packages are installed, and begin to compile. The log says what takes time."""
+    say_as_lines(False)
+    compile_ahead.start()
     try:
         import lookfar.server.app  # noqa: F401
     except ImportError as error:
@@ -130,24 +133,14 @@ def _check_installed() -> None:
 
 def _load(model: str, given: options.ModelOptions, max_batch: int, prefill_chunk: int | None) -> LM:
     import torch
-    from transformers import logging
-
-    from lookfar.parallel import load
 
     _log("Loading %s", model)
-    logging.set_verbosity_error()
     on_cpu = (given.device or "").startswith("cpu") or not torch.cuda.is_available()
-    return load(model, max_batch=max_batch, prefill_chunk=prefill_chunk or (128 if on_cpu else 512), **vars(given))
+    return options.load(
+        model, max_batch=max_batch, prefill_chunk=prefill_chunk or (128 if on_cpu else 512), **vars(given)
+    )
 
 
 def _warm_up(lm: LM) -> None:
     _log("Warming up")
     lm.warmup(sampling=True)
-
-
-def _speculate(lm: LM, strategies: tuple[Strategy, ...] | None, budget: Budget) -> None:
-    """Use what was asked for; otherwise what `load` has chosen stays."""
-    if strategies is not None:
-        lm.strategy, lm.budget = strategies, budget
-    elif budget is not None:
-        lm.budget = budget

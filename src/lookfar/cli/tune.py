@@ -36,10 +36,10 @@ def tune(
     dry_run: DryRun = False,
 ) -> None:
     """Find the fastest settings on some prompts and keep them for `load`; they are compared on other prompts."""
+    options.prepare()
     from lookfar.bench.suites import read_prompts, read_suite
     from lookfar.bench.tune import tune as find
     from lookfar.drafters.registry import describe, name_of
-    from lookfar.loading import load
     from lookfar.profiles import save_profile
 
     if (prompts is None) == (suite is None):
@@ -50,7 +50,7 @@ def tune(
         assert suite is not None
         by_suite = [read_suite(name, data, limit) for name in options.names(suite)]
         found = [prompt for some in zip(*by_suite, strict=False) for prompt in some]  # in turn
-    lm = load(
+    lm = options.load(
         model,
         device=device,
         dtype=dtype,

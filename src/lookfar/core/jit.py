@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import numba
 from numba import njit
 
-from lookfar.core.cache_dir import cache_dir
+from lookfar.core.compiled_dir import compiled_dir
 from lookfar.core.jit_cache import CompiledFunction
 
 _config: Any = numba.config
@@ -25,7 +22,7 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled: Any = njit(function)
     before = _config.CACHE_DIR
     try:
-        _config.CACHE_DIR = before or _compiled_dir()  # the package's own directory may be read-only
+        _config.CACHE_DIR = before or str(compiled_dir())  # the package's own directory may be read-only
         compiled._cache = CompiledFunction(function)  # as `njit(cache=True)` sets numba's own
     except RuntimeError:  # there is no place to write to: compile again in every process
         pass
@@ -41,14 +38,3 @@ def inline_jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     compiled: Callable[..., Any] = njit(inline="always")(function)
     return compiled
-
-
-@cache
-def _compiled_dir() -> str:
-    """Return a directory for this state of the compiled functions: numba does not notice changes of called ones."""
-    state = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.parent.glob("*/*.py")):
-        text = file.read_bytes()
-        if b"lookfar.core.jit" in text or file == Path(__file__):
-            state.update(text)
-    return str(cache_dir() / "compiled" / state.hexdigest()[:16])

@@ -24,6 +24,7 @@ from lookfar.speculation.cost_file import Experience, KnownCosts, read_costs, wr
 REFINED_ENOUGH = 1000  # steps after which a refined curve is kept
 CONTEXT = 256  # tokens before the measured steps; real steps correct for longer ones
 MEASURED_LENGTH = CONTEXT + 256
+MEASURING = "Measuring the cost of a step (once for this model and machine)"
 
 
 def known_costs(runner: ModelRunner, cache: SlotKVCache, most: int) -> KnownCosts:
@@ -34,12 +35,11 @@ def known_costs(runner: ModelRunner, cache: SlotKVCache, most: int) -> KnownCost
     known = kept_costs(runner)
     if known is not None:
         return known
-    with progress_bar("Measuring the cost of a step (once for this model and machine)"):
-        if not runner.limits.captured or cache.order:
-            curve = measure_steps(runner, own_cache(runner, MEASURED_LENGTH))
-        else:
-            cache.reserve(1, MEASURED_LENGTH, most=most, keep=False)
-            curve = measure_steps(runner, cache)
+    if not runner.limits.captured or cache.order:
+        cache = own_cache(runner, MEASURED_LENGTH)
+    else:
+        cache.reserve(1, MEASURED_LENGTH, most=most, keep=False)
+    curve = measure_steps(runner, cache)
     write_costs(costs_file(), machine_and_model(runner), curve, {})
     return KnownCosts(curve)
 
@@ -63,8 +63,8 @@ def measure_steps(runner: ModelRunner, cache: SlotKVCache, sizes: Seq[int] = MEA
     if runner.limits.chain and runner.model.support.max_positions is not None:
         most = min(most, runner.model.support.max_positions - context)
     sizes = [rows for rows in sizes if rows <= most]
-    with sample_step(runner, cache, context) as step:
-        return measure_curve(step, sizes, stepped=runner.limits.captured)
+    with sample_step(runner, cache, context) as step, progress_bar(MEASURING, len(sizes)) as advance:
+        return measure_curve(step, sizes, runner.limits.captured, advance)
 
 
 def own_cache(runner: ModelRunner, length: int) -> SlotKVCache:

@@ -16,11 +16,15 @@ def check_request(request: Request, runner: ModelRunner, max_length: int | None)
     """Refuse a request that cannot fit."""
     if max_length is not None and request.decoded_length > max_length:
         ours = max_length != runner.model.support.max_positions
-        prompt = request.decoded_length - request.max_new_tokens
+        prompt, new = request.decoded_length - request.max_new_tokens, request.max_new_tokens
+        fix = "shorten the prompt" if prompt >= max_length else "lower max_new_tokens or shorten the prompt"
         raise CapacityError(
-            f"The prompt has {prompt} tokens and max_new_tokens is {request.max_new_tokens}: "
-            f"{request.decoded_length} do not fit in {max_length}, so shorten one of them"
-            + (" or raise max_length." if ours else ", the most that this model has positions for.")
+            f"The prompt has {prompt} tokens and max_new_tokens is {new}, but {prompt + new} do not fit in {max_length}"
+            + (
+                f", the max_length: raise it, {fix}."
+                if ours
+                else f", the most that this model has positions for: {fix}."
+            )
         )
     _check_rows(request, runner)
     for strategy in request.strategies:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from lookfar.core.progress import progress_bar
-from lookfar.engine.costs import MEASURED_LENGTH
+from lookfar.engine.costs import MEASURED_LENGTH, MEASURING
 from lookfar.engine.driver import Driver
 from lookfar.engine.engine import Engine, EngineConfig
 from lookfar.engine.request import Request, RequestState
@@ -61,8 +61,10 @@ def warmup_tasks(engine: Engine, examples: Seq[Request], requests: int, length: 
         positions = length + max((request.max_draft_rows for request in examples), default=0)
         positions = max(positions, MEASURED_LENGTH)  # so that measuring does not replace the KV cache
         engine.cache.reserve(requests, positions, most=max(requests, engine.scheduler.max_batch), keep=True)
+    if engine.runner.model.packing_left:
+        tasks.append(WarmupTask("Packing weights", engine.runner.model.pack))
     if engine.speculator.costs is None and any(engine.needs_costs(request) for request in examples):
-        tasks.append(WarmupTask("Measuring the cost of a step (once for this model and machine)", engine.find_costs))
+        tasks.append(WarmupTask(MEASURING, engine.find_costs))
     for shape in engine.runner.missing(engine.cache, requests, _predictions(engine, examples)):
         text = f"Capturing steps of {shape.rows} rows for up to {shape.requests} requests"
         tasks.append(WarmupTask(text, partial(engine.runner.capture, engine.cache, shape)))

@@ -8,6 +8,7 @@ from lookfar.drafters.registry import StrategySpec, name_of, parse_strategy
 from lookfar.engine.outputs import StepOutput
 from lookfar.lm import LM
 from lookfar.pages import as_script_data, render
+from lookfar.pages.glossary import GLOSSARY
 from lookfar.speculation.row_budget import Budget
 
 
@@ -47,6 +48,12 @@ class Explanation:
     @property
     def tokens(self) -> int:
         return sum(len(step.emitted) for step in self.steps)
+
+    @property
+    def most_telling(self) -> int:
+        """The step to look at first: the most tokens emitted, and then the most draft tokens beside them."""
+        places = range(len(self.steps))
+        return max(places, key=lambda i: (len(self.steps[i].emitted), len(self.steps[i].nodes)), default=0)
 
 
 def explain(
@@ -100,5 +107,5 @@ def explain_step(lm: LM, output: StepOutput) -> Step:
 
 def explain_page(explanation: Explanation, prompt: str, model: str) -> str:
     """Return a self-contained page."""
-    data = asdict(explanation) | {"prompt": prompt, "model": model}
-    return render("explain.html", data=as_script_data(data))
+    data = asdict(explanation) | {"prompt": prompt, "model": model, "opens_on": explanation.most_telling}
+    return render("explain.html", data=as_script_data(data), glossary_data=as_script_data(GLOSSARY))

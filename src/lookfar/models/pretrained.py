@@ -20,6 +20,7 @@ from transformers import (
 from lookfar.core.progress import progress_bar
 from lookfar.errors import ConfigError, LookfarError, LookfarWarning, ModelError, first_sentence
 from lookfar.models.demo import demo_model
+from lookfar.models.mismatch import mismatch
 from lookfar.models.quiet import quiet
 from lookfar.models.support import loaded_class, takes_media
 
@@ -39,11 +40,23 @@ def load_pretrained(
         try:
             reads_media = takes_media(config, model_class)
             tokenizer = _processor(where) if reads_media else AutoTokenizer.from_pretrained(where)
-            model = auto.from_pretrained(where, dtype=_dtype(dtype, device), device_map=_device_map(device))
+            model, found = auto.from_pretrained(
+                where, dtype=_dtype(dtype, device), device_map=_device_map(device), output_loading_info=True
+            )
         except LookfarError:
             raise
         except Exception as error:  # transformers, safetensors and tokenizers raise many types
+            if "ignore_mismatched_sizes" in str(error):
+                raise ModelError(f"{name} cannot be loaded: {mismatch(where, auto, config)}.") from error
             raise ModelError(f"{name} cannot be loaded: {first_sentence(error)}.") from error
+    if missing := sorted(found["missing_keys"]):
+        some = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]
+        warnings.warn(
+            f"The checkpoint lacks weights that config.json asks for ({some}), and transformers has made random ones: "
+            "use the config.json that came with the weights.",
+            LookfarWarning,
+            stacklevel=3,
+        )
     return model, tokenizer
 
 
@@ -76,6 +89,11 @@ def read_config(name: str) -> tuple[PreTrainedConfig, str]:
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(
             f"{name} is a directory without a config.json: give the directory of a saved transformers model."
+        )
+    if path.suffix == ".gguf" and path.is_file():
+        raise ModelError(
+            f"{name} is a GGUF file, and lookfar decodes models of transformers: "
+            "give the directory or the hub name of the model that it was made from."
         )
     if not path.exists() and (where.startswith((".", "/", "~")) or where.count("/") > 1):
         raise ModelError(f"{name} does not exist: give a directory, a hub name or demo.")

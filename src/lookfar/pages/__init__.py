@@ -1,12 +1,16 @@
-"""HTML pages: self-contained, rendered from the Jinja templates in this package."""
+"""HTML pages: self-contained, rendered from the Jinja templates here, with one base, one theme and one glossary."""
 
 from __future__ import annotations
 
 import json
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+
+from lookfar.pages.glossary import GLOSSARY
+from lookfar.version import __version__
 
 _environment = Environment(
     loader=PackageLoader("lookfar.pages"),
@@ -18,6 +22,9 @@ _environment = Environment(
 )
 
 
+_environment.globals |= {"glossary": GLOSSARY, "version": __version__}
+
+
 def render(template: str, **values: Any) -> str:
     """Render a template; texts are escaped, and `Markup` is not."""
     return _environment.get_template(template).render(values)
@@ -26,3 +33,8 @@ def render(template: str, **values: Any) -> str:
 def as_script_data(data: Any) -> Markup:
     """Return JSON for a `<script type="application/json">`: texts are data there and never markup."""
     return Markup(json.dumps(data).replace("<", "\\u003c"))
+
+
+def theme() -> bytes:
+    """Return the style sheet of the colours that all pages share."""
+    return (files("lookfar.pages") / "templates" / "theme.css").read_bytes()

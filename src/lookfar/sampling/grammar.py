@@ -58,8 +58,7 @@ class Grammar:
         known = _ll_tokenizer(tokenizer, tuple(ends))
         try:
             if json_schema is not None:
-                schema = json_schema if isinstance(json_schema, str) else json.dumps(dict(json_schema))
-                source = LLMatcher.grammar_from_json_schema(schema)
+                source = LLMatcher.grammar_from_json_schema(_schema_text(json_schema))
             elif regex is not None:
                 source = LLMatcher.grammar_from_regex(regex)
             else:
@@ -68,7 +67,14 @@ class Grammar:
         except ValueError as error:
             failed, messages = True, [str(error)]
         if failed:
-            raise RequestError(f"The constraint cannot be used: {' '.join(' '.join(messages).split())}")
+            name = (
+                "JSON schema"
+                if json_schema is not None
+                else "grammar"
+                if regex is None
+                else f"regular expression {regex}"
+            )
+            raise RequestError(f"The {name} cannot be used ({_reason(messages)}): correct it.")
         return cls(source, known, frozenset(ends))
 
     def matcher(self) -> LLMatcher:
@@ -164,3 +170,21 @@ def _ll_tokenizer(tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]) -> 
     if ends not in made:
         made[ends] = from_tokenizer(tokenizer, eos_token=list(ends))
     return made[ends]
+
+
+def _schema_text(schema: Mapping[str, Any] | str) -> str:
+    """Return a schema as text; raises a ValueError if a text is no JSON."""
+    if not isinstance(schema, str):
+        return json.dumps(dict(schema))
+    try:
+        json.loads(schema)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error.msg} in line {error.lineno}, column {error.colno}") from None
+    return schema
+
+
+def _reason(messages: Seq[str]) -> str:
+    """Return the sentence of llguidance's report that says what is wrong, without its drawing of the place."""
+    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    errors = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
+    return (errors or lines or ["no reason is given"])[0].rstrip(".:")

@@ -6,8 +6,11 @@ from importlib.resources import files
 
 from fastapi import FastAPI, HTTPException, Response
 
+from lookfar.pages import theme
+
 TYPES = {
     "index.html": "text/html",
+    "theme.css": "text/css",
     "style.css": "text/css",
     "page.js": "text/javascript",
     "stream.js": "text/javascript",
@@ -24,7 +27,7 @@ POLICY = (
 
 def add_page(app: FastAPI) -> None:
     folder = files("lookfar.server") / "page_files"
-    contents = {name: (folder / name).read_bytes() for name in TYPES}
+    contents = {name: theme() if name == "theme.css" else (folder / name).read_bytes() for name in TYPES}
 
     def served(name: str) -> Response:
         headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}

@@ -12,7 +12,7 @@ from lookfar.core.arrays import Floats
 
 MEASURED_ROWS = (1, 16, 64, 4, 32, 128, 2, 8)  # the most telling first: where steps are slow, measuring ends early
 NEEDED = 2  # sizes that are measured however slow they are
-MAX_SECONDS = 4.0  # of timed steps
+MAX_SECONDS = 2.0  # of timed steps; real steps refine the curve
 MAX_WAIT = 60.0  # with all that is compiled and captured meanwhile
 TIMES = 5  # each size is measured; the fastest counts, because a busy machine only adds to it
 
@@ -164,7 +164,12 @@ class CostCurve:
         return {int(n): float(s * self.drift()) for n, s in zip(self.rows, self.seconds, strict=True)}
 
 
-def measure_curve(step: Callable[[int], None], sizes: Seq[int] = MEASURED_ROWS, stepped: bool = False) -> CostCurve:
+def measure_curve(
+    step: Callable[[int], None],
+    sizes: Seq[int] = MEASURED_ROWS,
+    stepped: bool = False,
+    advance: Callable[[int], None] = lambda _: None,
+) -> CostCurve:
     """Measure a step of each size. Each is run once before: it may be captured, compiled or packed for."""
     seconds: dict[int, float] = {}
     spent, began = 0.0, perf_counter()
@@ -179,6 +184,7 @@ def measure_curve(step: Callable[[int], None], sizes: Seq[int] = MEASURED_ROWS, 
             times.append(perf_counter() - start)
         seconds[rows] = min(times)
         spent += sum(times)
+        advance(1)
     return CostCurve(seconds, stepped)
 
 
