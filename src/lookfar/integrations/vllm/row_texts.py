@@ -1,8 +1,8 @@
 """The texts of a batch whose rows are reused and moved between steps.
 
 A row is known by its request's id, or by its number; either way its text has to continue the one that was seen last.
-Otherwise the request has moved, or it is a new one. A text that is no longer in the batch is kept for some calls: its
-request may be waiting for its turn. Then it counts as finished.
+Otherwise the request has moved, or it is a new one. A text that leaves the batch has usually ended, so it is learned at
+once. It is kept for some calls, because its request may only be waiting for its turn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from lookfar.core.arrays import Int32s
 from lookfar.retrieval.suffix_index import SuffixIndex
 
-PATIENCE = 8  # calls until a text that is not in the batch counts as finished
+PATIENCE = 8  # calls that a text which has left the batch is kept for
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +24,7 @@ class RowText:
 
     index: SuffixIndex
     answer_start: int  # the first token that the model chose
+    learned: int = 0  # tokens at its beginning that need not be learned any more
     calls_away: int = 0
 
     def continues_in(self, row: Int32s) -> bool:
@@ -34,9 +35,9 @@ class RowText:
 class RowTexts:
     """Finds the text of each row in every call."""
 
-    def __init__(self, new_index: Callable[[], SuffixIndex], finish: Callable[[RowText], None]) -> None:
+    def __init__(self, new_index: Callable[[], SuffixIndex], learn: Callable[[RowText], None]) -> None:
         self._new_index = new_index
-        self._finish = finish
+        self._learn = learn
         self._present: dict[Hashable, RowText] = {}
         self._away: list[RowText] = []
 
@@ -70,15 +71,13 @@ class RowTexts:
         return found  # type: ignore[return-value]
 
     def _waits(self, text: RowText) -> bool:
-        """Count a call without a text; after enough of them it is finished."""
+        """Count a call without a text, which is learned in the first one; whether it is kept."""
+        if not text.calls_away:
+            self._learn(text)
         text.calls_away += 1
-        if text.calls_away > PATIENCE:
-            self._finish(text)
-            return False
-        return True
+        return text.calls_away <= PATIENCE
 
-    def finish_all(self) -> None:
-        """Treat all texts as finished."""
-        for text in (*self._present.values(), *self._away):
-            self._finish(text)
-        self._present, self._away = {}, []
+    def learn_all(self) -> None:
+        """Learn what the texts of the batch hold by now."""
+        for text in self._present.values():
+            self._learn(text)
