@@ -22,7 +22,6 @@ from lookfar.errors import ConfigError, StoreError
 from lookfar.integrations.vllm import Proposer, RequestIds
 from lookfar.integrations.vllm.row_texts import PATIENCE
 from lookfar.retrieval.draft_store import DraftStore
-from lookfar.retrieval.recycle_table import NO_RECYCLING
 from lookfar.retrieval.suffix_index import END
 from redis_server import RedisServer, needs_server
 
@@ -165,7 +164,7 @@ def test_nothing_is_kept_without_remember() -> None:
     replayed(proposer, ALL[:3])
     proposer.texts.learn_all()
     assert proposer.store.tokens == 0
-    assert proposer.chains.pool is NO_RECYCLING
+    assert not len(proposer.chains.pool.arrays.token_ids)
 
 
 def test_rows_without_a_token_and_full_rows_get_no_draft() -> None:

@@ -23,6 +23,7 @@ from lookfar.integrations.vllm.row_texts import RowText, RowTexts
 from lookfar.integrations.vllm.settings import ProposerSettings
 from lookfar.retrieval.draft_store import DraftStore
 from lookfar.sharing.share import Share
+from lookfar.speculation.chain_builder import TokenRows
 from lookfar.speculation.chain_proposer import ChainProposer
 
 log = logging.getLogger("vllm.lookfar")  # below vLLM's own, so that its handlers and its level apply
@@ -115,7 +116,9 @@ class Proposer:
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         with self._lock:
             try:
-                self._propose(drafts, sampled_token_ids, np.asarray(num_tokens_no_spec), np.asarray(token_ids_cpu))
+                self._propose(
+                    drafts, sampled_token_ids, np.asarray(num_tokens_no_spec), np.asarray(token_ids_cpu, np.int32)
+                )
             except Exception:  # the engine can do without drafts
                 if not self.counts.failures:
                     log.exception("lookfar cannot draft; the engine goes on without drafts")
@@ -133,23 +136,22 @@ class Proposer:
     def _propose(
         self, drafts: list[list[int]], sampled: Seq[Seq[int]], lengths: npt.NDArray[Any], tokens: npt.NDArray[Any]
     ) -> None:
-        sizes = lengths[: len(sampled)].tolist()
-        places = [i for i, new in enumerate(sampled) if len(new) and sizes[i] < self.max_length]
-        if not places:
+        emitted = np.fromiter(map(len, sampled), np.int64, len(sampled))
+        places = np.flatnonzero((emitted > 0) & (lengths[: len(sampled)] < self.max_length))
+        if not len(places):
             return
+        rows, emitted = TokenRows(tokens, places, lengths[places].astype(np.int64)), emitted[places]
+        wanted = places.tolist()
         keys = self._keys(len(sampled))
-        rows = [tokens[i, : sizes[i]] for i in places]
-        matched = self.texts.match((keys[i], row, len(sampled[i])) for i, row in zip(places, rows, strict=True))
-        self._learn({id(text): sampled[i] for text, i in zip(matched, places, strict=True)})
-        new = [row[text.index.size :].astype(np.int32) for text, row in zip(matched, rows, strict=True)]
-        limits = np.array([self.max_length - sizes[i] - 1 for i in places], np.int32)  # one is for the next token
-        emitted = np.array([len(sampled[i]) for i in places], np.int32)
-        found = self.chains.propose([text.index for text in matched], new, emitted, limits)
-        counts = (found >= 0).sum(1).tolist()
-        for i, draft, count in zip(places, found.tolist(), counts, strict=True):
+        matched = self.texts.match([keys[i] for i in wanted], rows, emitted.tolist())
+        self._learn({id(text): sampled[i] for text, i in zip(matched, wanted, strict=True)})
+        limits = self.max_length - 1 - rows.sizes  # one is for the next token
+        chains = self.chains.propose([text.index for text in matched], rows, emitted, limits)
+        counts = chains.lengths.tolist()
+        for i, draft, count in zip(wanted, chains.tokens.tolist(), counts, strict=True):
             drafts[i] = draft[:count]
         self._proposed = list(zip(matched, counts, strict=True))
-        self.counts.rows += len(places)
+        self.counts.rows += len(wanted)
         self.counts.drafted += sum(counts)
 
     def _keys(self, rows: int) -> Seq[Hashable]:

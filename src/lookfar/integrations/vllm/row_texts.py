@@ -7,13 +7,14 @@ once. It is kept for some calls, because its request may only be waiting for its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 
 from lookfar.core.arrays import Int32s
 from lookfar.retrieval.suffix_index import SuffixIndex
+from lookfar.speculation.chain_builder import TokenRows
 
 PATIENCE = 8  # calls that a text which has left the batch is kept for
 
@@ -27,10 +28,6 @@ class RowText:
     learned: int = 0  # tokens at its beginning that need not be learned any more
     calls_away: int = 0
 
-    def continues_in(self, row: Int32s) -> bool:
-        """Whether a row starts with this text."""
-        return self.index.size <= len(row) and np.array_equal(row[: self.index.size], self.index.text)
-
 
 class RowTexts:
     """Finds the text of each row in every call."""
@@ -41,34 +38,38 @@ class RowTexts:
         self._present: dict[Hashable, RowText] = {}
         self._away: list[RowText] = []
 
-    def match(self, rows: Iterable[tuple[Hashable, Int32s, int]]) -> list[RowText]:
-        """Return the text of each row, given its key, its tokens and how many of them are new.
+    def match(self, keys: Seq[Hashable], rows: TokenRows, new: Seq[int]) -> list[RowText]:
+        """Return the text of each row, given its key and how many of its tokens are new.
 
         The new tokens are not in the text yet.
         """
-        before, found = self._present, []
-        self._present = {}
-        unknown = []
-        for place, (key, row, new) in enumerate(rows):
-            text = before.get(key)
-            if text is not None and text.continues_in(row):
+        before, self._present = self._present, {}
+        found = [before.get(key) for key in keys]
+        same = rows.continue_texts(np.array([0 if text is None else text.index.address for text in found]))
+        for i, key in enumerate(keys):
+            text = found[i]
+            if text is not None and same[i]:
                 self._present[key] = text
                 del before[key]
             else:
-                text = None
-                unknown.append((place, key, row, new))
-            found.append(text)
+                found[i] = None
         left = [*before.values(), *self._away]
-        for place, key, row, new in unknown:
-            text = next((each for each in left if each.index.size == len(row) - new and each.continues_in(row)), None)
-            if text is not None:
-                left.remove(text)
-            else:
-                text = RowText(self._new_index(), len(row) - new)
-            text.calls_away = 0
-            found[place] = self._present[key] = text
-        self._away = [text for text in left if self._waits(text)]
+        if left or None in found:
+            for i, key in enumerate(keys):
+                if found[i] is None:
+                    found[i] = self._present[key] = self._find(left, rows.text(i), new[i])
+            self._away = [text for text in left if self._waits(text)]
         return found  # type: ignore[return-value]
+
+    def _find(self, left: list[RowText], row: Int32s, new: int) -> RowText:
+        """Take the text that a row continues from those that are left; otherwise begin one."""
+        size = len(row) - new
+        for text in left:
+            if text.index.size == size and np.array_equal(row[:size], text.index.text):
+                left.remove(text)
+                text.calls_away = 0
+                return text
+        return RowText(self._new_index(), size)
 
     def _waits(self, text: RowText) -> bool:
         """Count a call without a text, which is learned in the first one; whether it is kept."""
