@@ -42,7 +42,7 @@ $(READY): pyproject.toml constraints.txt
 
 # The proposer inside vLLM on a CPU, in an environment of 3.5 GB. LOOKFAR_TEST_DATA=DIR: prompts of the suites there.
 vllm-test: $(VLLM_READY)
-	$(VLLM_BIN)/python -m pytest tests/vllm_live
+	$(VLLM_BIN)/python -m pytest -W ignore::pytest.PytestUnraisableExceptionWarning tests/vllm_live
 
 # torch as above. The other packages of torch that come with vLLM do not fit this one and are not needed.
 $(VLLM_READY): pyproject.toml constraints.txt

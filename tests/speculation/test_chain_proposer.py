@@ -98,11 +98,12 @@ def test_drafting_begins_again_when_chains_become_right() -> None:
     proposer = ChainProposer(DraftStore(VOCAB), longest=4, min_probability=0.3, remember=False)
     proposer.calibration.counts[1] = 0.01  # as if nothing had ever been accepted
     index, text = proposer.new_text(4000), [1, 2, 3, 4, 5, 6] * 3
-    assert proposed(proposer, [index], [text]) == [[]]
+    found = proposed(proposer, [index], [text])[0]
+    assert found == []
     for _ in range(200):
-        new = (text[-1] % 6) + 1
-        text.append(new)
-        proposer.learn([[new]])
+        new = [(text[-1] + i) % 6 + 1 for i in range(len(found) + 1)]  # all of the draft and one more
+        text += new
+        proposer.learn([new])
         found = proposed(proposer, [index], [text])[0]
     assert len(found) == 4
 

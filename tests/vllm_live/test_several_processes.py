@@ -64,7 +64,7 @@ class Servers:
         self.log = folder / "serve.log"
         self._file = self.log.open("w")
         self._processes = [
-            self._start([*both, "--port", str(self.port)]),
+            self._start([*both, "--port", str(self.port), "--api-server-count", "1"]),
             self._start([*both, "--headless", "--data-parallel-start-rank", "1"]),
         ]
 

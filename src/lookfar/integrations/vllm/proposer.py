@@ -74,6 +74,7 @@ class Proposer:
             self.share.attach(self.store, settings.namespace)
         self._longest = longest
         self._lock = Lock()
+        self._complained = False
         self._begin()
         self._logged = self._called = perf_counter()
         if self.share is not None and settings.remember:
@@ -120,8 +121,9 @@ class Proposer:
                     drafts, sampled_token_ids, np.asarray(num_tokens_no_spec), np.asarray(token_ids_cpu, np.int32)
                 )
             except Exception:  # the engine can do without drafts
-                if not self.counts.failures:
+                if not self._complained:
                     log.exception("lookfar cannot draft; the engine goes on without drafts")
+                self._complained = True
                 self.counts.failures += 1
                 drafts = [[] for _ in sampled_token_ids]
                 self._begin()
