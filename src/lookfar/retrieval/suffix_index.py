@@ -129,16 +129,6 @@ class FollowedTexts:
             starts.append(len(new))
         return self._extend_and_find(np.array(new, np.int32), np.array(starts), wanted, store)
 
-    def find_new(self, new: Seq[Int32s], wanted: Int32s, store: SuffixIndex | None = None) -> Matches:
-        """Do the same for texts of which only the new tokens are given."""
-        starts: Ints = np.zeros(len(new) + 1, np.int64)
-        for i, (index, tokens) in enumerate(zip(self.indexes, new, strict=True)):
-            size = index.size + len(tokens)
-            if size > index.room:
-                index.make_room(size)
-            starts[i + 1] = starts[i] + len(tokens)
-        return self._extend_and_find(np.concatenate(new), starts, wanted, store)
-
     def _extend_and_find(self, new: Int32s, starts: Ints, wanted: Int32s, store: SuffixIndex | None) -> Matches:
         own = self.indexes[0]
         where = (store.address, store.lengths) if store is not None and store.size else (0, own.lengths)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence as Seq
 from dataclasses import dataclass
-from time import perf_counter
+from threading import Lock, Thread
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from lookfar.integrations.vllm.row_texts import RowText, RowTexts
 from lookfar.integrations.vllm.settings import ProposerSettings
 from lookfar.retrieval.draft_store import DraftStore
 from lookfar.sharing.share import Share
+from lookfar.speculation.chain_builder import TokenRows
 from lookfar.speculation.chain_proposer import ChainProposer
 
-log = logging.getLogger("lookfar.vllm")
+log = logging.getLogger("vllm.lookfar")  # below vLLM's own, so that its handlers and its level apply
+IDLE_SECONDS = 1.0  # after which the answers of the last batch are shared
 
 
 @dataclass
@@ -36,7 +39,7 @@ class ProposerCounts:
     drafted: int = 0  # tokens
     accepted: int = 0
     seconds: float = 0.0  # in `propose`
-    texts: int = 0  # finished, and kept
+    texts: int = 0  # kept
     failures: int = 0
 
     def sentence(self, stored: int) -> str:
@@ -70,13 +73,17 @@ class Proposer:
             self.share = Share(settings.share)
             self.share.attach(self.store, settings.namespace)
         self._longest = longest
+        self._lock = Lock()
+        self._complained = False
         self._begin()
-        self._logged = perf_counter()
+        self._logged = self._called = perf_counter()
+        if self.share is not None and settings.remember:
+            Thread(target=self._share_when_idle, name="lookfar-idle", daemon=True).start()
 
     def _begin(self) -> None:
         """Start without any texts of requests."""
         self.chains = ChainProposer(self.store, self._longest, self.settings.min_probability, self.settings.remember)
-        self.texts = RowTexts(lambda: self.chains.new_text(self.max_length), self._finish)
+        self.texts = RowTexts(lambda: self.chains.new_text(self.max_length), self._keep)
         self._proposed: list[tuple[RowText, int]] = []  # of the last call: texts, and the length of their chains
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -108,15 +115,20 @@ class Proposer:
         """
         start = perf_counter()
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        try:
-            self._propose(drafts, sampled_token_ids, np.asarray(num_tokens_no_spec), np.asarray(token_ids_cpu))
-        except Exception:  # the engine can do without drafts
-            if not self.counts.failures:
-                log.exception("lookfar cannot draft; the engine goes on without drafts")
-            self.counts.failures += 1
-            self._begin()
+        with self._lock:
+            try:
+                self._propose(
+                    drafts, sampled_token_ids, np.asarray(num_tokens_no_spec), np.asarray(token_ids_cpu, np.int32)
+                )
+            except Exception:  # the engine can do without drafts
+                if not self._complained:
+                    log.exception("lookfar cannot draft; the engine goes on without drafts")
+                self._complained = True
+                self.counts.failures += 1
+                drafts = [[] for _ in sampled_token_ids]
+                self._begin()
         self.counts.calls += 1
-        now = perf_counter()
+        self._called = now = perf_counter()
         self.counts.seconds += now - start
         if 0 < self.settings.log_seconds < now - self._logged:
             self._logged = now
@@ -126,23 +138,22 @@ class Proposer:
     def _propose(
         self, drafts: list[list[int]], sampled: Seq[Seq[int]], lengths: npt.NDArray[Any], tokens: npt.NDArray[Any]
     ) -> None:
-        sizes = lengths[: len(sampled)].tolist()
-        places = [i for i, new in enumerate(sampled) if len(new) and sizes[i] < self.max_length]
-        if not places:
+        emitted = np.fromiter(map(len, sampled), np.int64, len(sampled))
+        places = np.flatnonzero((emitted > 0) & (lengths[: len(sampled)] < self.max_length))
+        if not len(places):
             return
+        rows, emitted = TokenRows(tokens, places, lengths[places].astype(np.int64)), emitted[places]
+        wanted = places.tolist()
         keys = self._keys(len(sampled))
-        rows = [tokens[i, : sizes[i]] for i in places]
-        matched = self.texts.match((keys[i], row, len(sampled[i])) for i, row in zip(places, rows, strict=True))
-        self._learn({id(text): sampled[i] for text, i in zip(matched, places, strict=True)})
-        new = [row[text.index.size :].astype(np.int32) for text, row in zip(matched, rows, strict=True)]
-        limits = np.array([self.max_length - sizes[i] - 1 for i in places], np.int32)  # one is for the next token
-        emitted = np.array([len(sampled[i]) for i in places], np.int32)
-        found = self.chains.propose([text.index for text in matched], new, emitted, limits)
-        counts = (found >= 0).sum(1).tolist()
-        for i, draft, count in zip(places, found.tolist(), counts, strict=True):
+        matched = self.texts.match([keys[i] for i in wanted], rows, emitted.tolist())
+        self._learn({id(text): sampled[i] for text, i in zip(matched, wanted, strict=True)})
+        limits = self.max_length - 1 - rows.sizes  # one is for the next token
+        chains = self.chains.propose([text.index for text in matched], rows, emitted, limits)
+        counts = chains.lengths.tolist()
+        for i, draft, count in zip(wanted, chains.tokens.tolist(), counts, strict=True):
             drafts[i] = draft[:count]
         self._proposed = list(zip(matched, counts, strict=True))
-        self.counts.rows += len(places)
+        self.counts.rows += len(wanted)
         self.counts.drafted += sum(counts)
 
     def _keys(self, rows: int) -> Seq[Hashable]:
@@ -167,11 +178,21 @@ class Proposer:
         self.counts.accepted += sum(min(len(tokens) - 1, count) for tokens, (_, count) in pairs if len(tokens))
         self._proposed = []
 
-    def _finish(self, text: RowText) -> None:
-        """Keep a finished text to draft from."""
-        if self.settings.remember and text.index.size > text.answer_start:
-            self.store.add(text.index.text[max(text.answer_start - PROMPT_TAIL, 0) :].tolist())
-            self.counts.texts += 1
+    def _keep(self, text: RowText) -> None:
+        """Keep what is new in a text to draft from."""
+        start = max(text.answer_start, text.learned)
+        if self.settings.remember and text.index.size > start:
+            self.store.add(text.index.text[max(start - PROMPT_TAIL, 0) :].tolist())
+            self.counts.texts += text.learned == 0
+            text.learned = text.index.size
+
+    def _share_when_idle(self) -> None:
+        """Share the answers of the last batch when no other follows: only another call shows that they have ended."""
+        while True:
+            sleep(IDLE_SECONDS / 2)
+            if perf_counter() - self._called > IDLE_SECONDS:
+                with self._lock:
+                    self.texts.learn_all()
 
 
 def is_first_of_group(vllm_config: Any) -> bool:

@@ -1,7 +1,8 @@
-"""Request ids for the proposer, which vLLM does not hand over.
+"""Request ids for the proposer, which vLLM does not hand over, and its counters.
 
     llm = LLM(..., worker_extension_cls="lookfar.integrations.vllm.RequestIds")
     llm.collective_rpc("give_request_ids")
+    llm.collective_rpc("lookfar_counts")
 
 Without them the proposer recognises requests by their text.
 """
@@ -9,7 +10,10 @@ Without them the proposer recognises requests by their text.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import asdict
 from typing import Any
+
+from lookfar.integrations.vllm.proposer import Proposer
 
 
 class RequestIds:
@@ -19,10 +23,8 @@ class RequestIds:
 
     def give_request_ids(self) -> bool:
         """Show the ids of the batch to the proposer; returns whether there is one in this worker."""
-        runner = self.model_runner
-        drafter: Any = getattr(runner, "drafter", None)
-        drafter = getattr(drafter, "user_proposer", drafter)  # some versions wrap the class
-        if not hasattr(drafter, "request_ids"):
+        runner, drafter = self.model_runner, self._lookfar_proposer()
+        if drafter is None:
             return False
 
         def read() -> Seq[str]:
@@ -31,3 +33,13 @@ class RequestIds:
 
         drafter.request_ids = read
         return True
+
+    def lookfar_counts(self) -> dict[str, float]:
+        """Return the counters of this worker's proposer, and the tokens in its store."""
+        drafter = self._lookfar_proposer()
+        return {} if drafter is None else {**asdict(drafter.counts), "stored_tokens": drafter.store.index.size}
+
+    def _lookfar_proposer(self) -> Proposer | None:
+        drafter: Any = getattr(self.model_runner, "drafter", None)
+        drafter = getattr(drafter, "user_proposer", drafter)  # some versions wrap the class
+        return drafter if isinstance(drafter, Proposer) else None
