@@ -400,10 +400,23 @@ def grid_plot() -> str:
     return plots.lines("Trie on GSM8K", lines, Axes("decoding length", "tokens per step", log=True, base=1.0))
 
 
+def budget_plot() -> str:
+    """Draw the tokens per second of a step by its rows: accepted tokens over the measured time."""
+    milliseconds = {int(rows): packed for rows, (_, packed) in cpu_tables.report("cpu_rows")["step"].items()}
+    cells = [cell for cell in cpu_tables.report("tokens_per_step")["cells"] if cell["strategy"] == "auto"]
+    tokens = {1: 1.0}
+    for rows in sorted({cell["budget"] for cell in cells}):
+        tokens[rows] = cpu_tables.mean([cell for cell in cells if cell["budget"] == rows], "tokens_per_step")
+    speed = [(float(rows), 1e3 * found / milliseconds[rows]) for rows, found in tokens.items()]
+    title = "Tokens per step ÷ milliseconds of a step (demo model, two CPU cores)"
+    return plots.lines(title, {"tokens per second": speed}, Axes("rows of a step", "tokens per second", log=True))
+
+
 PLOTS: dict[str, Callable[[], str]] = {
     "scaling.svg": scaling_plot,
     "grid.svg": grid_plot,
     "speed.svg": lambda: speed_ups(bench_lines()),
+    "budget.svg": budget_plot,
     "arriving.svg": lambda: picture.draw(picture.read()),
 }
 

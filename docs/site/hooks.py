@@ -31,9 +31,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def lead(found: re.Match[str]) -> str:
         target, anchor = found[2], found[3] or ""
-        if not target or re.match(r"[a-z]+:", target) and not target.startswith(BLOB):
+        if not target or (re.match(r"[a-z]+:", target) and not target.startswith(BLOB)):
             return found[0]
-        path = target.removeprefix(BLOB) if target.startswith(BLOB) else posixpath.normpath(posixpath.join(here, target))
+        path = (
+            target.removeprefix(BLOB) if target.startswith(BLOB) else posixpath.normpath(posixpath.join(here, target))
+        )
         if path in PAGES:
             return f"{found[1]}{_relative(PAGES[path], page)}{anchor}{found[4]}"
         if path.startswith("docs/"):
