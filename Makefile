@@ -42,7 +42,7 @@ $(READY): pyproject.toml constraints.txt
 
 # The documentation site, in build/site; a broken link is an error.
 docs: $(DOCS_READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "Open build/site/index.html, or run $(BIN)/mkdocs serve"
 
 $(DOCS_READY): $(READY)
