@@ -4,7 +4,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-DOCS_READY := $(VENV)/.docs-ready
 SOURCES := src tests benchmarks examples docs/site
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
@@ -41,13 +40,9 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 # The documentation site, in build/site; a broken link is an error.
-docs: $(DOCS_READY)
+docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "Open build/site/index.html, or run $(BIN)/mkdocs serve"
-
-$(DOCS_READY): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
-	touch $(DOCS_READY)
 
 # All measurements that need no GPU, with the prompts in DATA; ONLY=bench,picture for some of them.
 figures: $(READY)
