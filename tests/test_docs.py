@@ -61,6 +61,7 @@ def test_drawings(name: str) -> None:
 def test_tables_are_those_of_the_result_files(page: Path) -> None:
     text = page.read_text()
     assert text == tables.rendered(text), "run python benchmarks/tables.py"
+    assert not re.search(r"^\s*<!-- value:", text, re.M), "a comment at the start of a line ends the paragraph"
     assert text.count("<!-- end -->") == text.count("<!-- table:") + text.count("<!-- value:")
 
 
