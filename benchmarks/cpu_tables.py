@@ -264,6 +264,28 @@ def side_by_side() -> str:
     return table(("", *headings, "same text"), map(line, next(iter(suites.values()))))
 
 
+def serve_compare() -> str:
+    found = report("serve_compare")
+    runs = found.get("runs") or [found["rows"]]
+    names = {
+        "transformers": "`transformers serve --continuous-batching`",
+        "lookfar none": "`lookfar serve --strategy none`",
+        "lookfar": "`lookfar serve`",
+    }
+
+    def line(number: int, row: dict[str, Any]) -> list[str]:
+        def cell(key: str, unit: str = " s") -> str:
+            return " / ".join(f"{run[number][key]:.3g}" for run in runs) + unit
+
+        new = not number or runs[0][number - 1]["server"] != row["server"]
+        name = names[row["server"]] if new else ""
+        keys = ("first_token_p50", "gap_p50", "gap_p99")
+        return [name, str(row["clients"]), cell("tokens_per_second", ""), *map(cell, keys)]
+
+    headings = ("server", "clients", "tokens per second", "first token, median", "gap between two parts, p50", "p99")
+    return table(headings, (line(number, row) for number, row in enumerate(runs[0])))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "tokens-per-step": tokens_per_step,
     "sampling": sampling,
@@ -271,6 +293,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "structured": structured,
     "warm-store": warm_store,
     "cpu-speed": cpu_speed,
+    "side-by-side": side_by_side,
+    "serve-compare": serve_compare,
     "cpu-layers": cpu_layers,
     "cpu-steps": cpu_steps,
     "cpu-batches": cpu_batches,

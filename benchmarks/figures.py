@@ -58,18 +58,31 @@ COMMANDS = {
 }
 
 
-def run(name: str, data: Path, extra: dict[str, str]) -> None:
+# Rough minutes on two idle cores.
+MINUTES = {
+    **dict.fromkeys(("picture", "warm_store_gsm8k", "warm_store_mbpp", "start", "structured", "cpu_speed_random"), 4),
+    **dict.fromkeys(("side_by_side", "cpu_speed_fresh", "cpu_rows", "host_cost", "exactness_code"), 5),
+    **dict.fromkeys(("bench", "cpu_speed", "dropin", "serve_compare", "sampling_0"), 10),
+    **dict.fromkeys(("exactness", "sampling_07", "sampling_1"), 20),
+    "tokens_per_step": 180,
+}
+
+
+def run(name: str, data: Path, gguf: Path | None) -> None:
     """Run one benchmark and keep its report."""
     words = [str(data) if word == "DIR" else word for word in shlex.split(COMMANDS[name])]
-    words += shlex.split(extra.get(name, ""))
+    extra = ["--gguf", str(gguf)] if gguf is not None and name == "side_by_side" else []
+    words += extra
     program = [sys.executable, "-m", "lookfar", *words[1:]] if words[0] == "lookfar" else [sys.executable, *words[1:]]
     if name == "bench":
         (RESULTS / "bench.json").unlink(missing_ok=True)  # it would be resumed
     pipe = None if name in OWN_FILE else subprocess.PIPE
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
+    paths = [str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(program, cwd=ROOT, stdout=pipe, text=True, check=True, env=environment)
     if pipe is not None:
-        keep(name, json.loads(done.stdout.strip().splitlines()[-1]), extra.get(name, ""))
+        report = json.loads(done.stdout.strip().splitlines()[-1])
+        keep(name, report, " --gguf FILE" if extra else "")
 
 
 def keep(name: str, report: Any, extra: str = "") -> None:
@@ -78,7 +91,7 @@ def keep(name: str, report: Any, extra: str = "") -> None:
     import transformers
 
     about = {
-        "command": f"{COMMANDS[name]} {extra}".strip(),
+        "command": COMMANDS[name] + extra,
         "measured": date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
         "torch": torch.__version__,
@@ -96,19 +109,18 @@ def main() -> None:
     options = parser.parse_args()
     if options.list:
         for name, command in COMMANDS.items():
-            print(f"{name:18}{command}")
+            print(f"{name:18}{MINUTES[name]:4} min  {command}")
         return
     names = options.only.split(",")
     if unknown := set(names) - set(COMMANDS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; --list shows the names")
     if options.data is None or not options.data.is_dir():
         parser.error("--data has to be a folder of prompts: NAME.jsonl for each suite")
-    extra = {"side_by_side": f"--gguf {options.gguf}"} if options.gguf else {}
     failed = []
     for name in names:
         print(f"{name}: {COMMANDS[name]}", file=sys.stderr, flush=True)
         try:
-            run(name, options.data.resolve(), extra)
+            run(name, options.data.resolve(), options.gguf)
         except (subprocess.CalledProcessError, ValueError, IndexError) as error:
             print(f"{name} failed: {error}", file=sys.stderr, flush=True)
             failed.append(name)
