@@ -5,7 +5,7 @@
 First from an empty cache directory, then in a second process that finds what the first one kept; without and with
 `lm.warmup()`. All seconds count from the start of the process. Full speed is reached with the first of a row of equal
 requests from which on all take at most 1.2 times the median of the last ones; START_REQUESTS and START_TOKENS set their
-number and length.
+number and length. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -89,8 +89,11 @@ def main() -> None:
     if options.child:
         print(json.dumps(child(json.loads(options.child))))
         return
+    found = []
     for result in measure(options.device, options.compile, options.dtype):
+        found.append(result)
         print(" · ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items()), flush=True)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,47 +1,41 @@
-"""The tables of docs/benchmarks.md and the plots in docs/img that come from the JSON files in docs/results.
+"""The tables and figures of README and docs, and the plots in docs/img, from the JSON files in docs/results.
 
     python benchmarks/tables.py
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->` and is replaced; a test checks that none is out of
-date. The files come from `benchmarks/gpu.py`, `benchmarks/paper/*.py` and `lookfar bench`.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a single figure between `<!-- value: NAME -->` and
+`<!-- end -->`. Both are replaced; a test checks that none is out of date. The files come from `benchmarks/figures.py`,
+`benchmarks/gpu.py` and `benchmarks/paper/*.py`.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "paper"))
+import cpu_tables
+import picture
+from cpu_tables import DOCS, SUITES, read, table
 from law import law
 
 from lookfar.bench import plots
 from lookfar.bench.page import HEADINGS, cells, speed_ups
 from lookfar.bench.plots import Axes
 from lookfar.bench.records import Results
-from lookfar.bench.summary import Line, summarize
+from lookfar.bench.summary import Line, outputs_of, summarize, total
+from lookfar.engine.stats import is_natural
 
-DOCS = Path(__file__).parent.parent / "docs"
-SUITES = {"mt_bench": "MT-bench", "humaneval": "HumanEval", "gsm8k": "GSM8K", "mbpp": "MBPP"}
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
 Rows = list[dict[str, Any]]
-
-
-def read(name: str) -> Any:
-    return json.loads((DOCS / "results" / f"{name}.json").read_text())
 
 
 def of(name: str, section: str) -> Rows:
     """Return the rows of a paper's experiment, without the baseline, which is 1.00 by definition."""
     rows: Rows = read(name)["rows"]
     return [row for row in rows if row["section"] == section and row.get("method") != "none"]
-
-
-def table(headings: Seq[str], rows: Iterable[Seq[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def of_columns(columns: dict[str, str], rows: Rows) -> str:
@@ -285,7 +279,82 @@ def bench() -> str:
     return table(headings, map(line, bench_lines()))
 
 
+def natural_speed_up(suite: str) -> str:
+    """Return the speed of `auto` over `model.generate` on the outputs without loops."""
+    runs = [run for run in Results.load(DOCS / "results" / "bench.json").runs if run.suite == suite]
+    ways = [[run for run in runs if run.method == method] for method in ("hf generate", "auto")]
+    natural = {prompt for prompt, output in outputs_of(ways[0]).items() if is_natural(output)}
+    slow, fast = (total(run for run in way if natural.issuperset(run.prompts)) for way in ways)
+    return number(slow / fast)
+
+
+def readme() -> str:
+    """Return the table of the README: what else a user would call, on the same machine in the same run."""
+    found = {(line.suite, line.method): line for line in bench_lines()}
+    ways = {
+        "`model.generate`": "hf generate",
+        "its prompt lookup": "hf prompt_lookup",
+        "lookfar, no speculation": "none",
+        "**lookfar**": "auto",
+    }
+
+    def row(suite: str) -> list[str]:
+        mine = {method: found[suite, method] for method in ways.values()}
+        speeds = [f"{line.tokens_per_second:.1f}" for line in mine.values()]
+        fast = mine["auto"]
+        speeds[-1] = f"**{speeds[-1]}** ({number(fast.over_generate)}×, natural {natural_speed_up(suite)}×)"
+        steps = f"{fast.tokens_per_step:.2f} ({number(fast.tokens_per_step_natural)})"
+        return [SUITES[suite], *speeds, steps, f"{fast.identical}/{fast.outputs}"]
+
+    suites = dict.fromkeys(suite for suite, _ in found)
+    return table(("tokens per second", *ways, "tokens per step (natural)", "same text"), map(row, suites))
+
+
+def gpu_cell(key: str, form: str = ",.0f") -> str:
+    """Return a figure of one greedy request on a GPU, in the default mode."""
+    cells = read("gpu")["cells"]
+    return number(next(cell for cell in cells if (cell["requests"], cell["texts"]) == (1, "greedy"))[key], form)
+
+
+def of_picture(way: str) -> str:
+    found = getattr(picture.read(), way)
+    return f"{len(found)} steps and {found[-1].seconds:.1f} s"
+
+
+def dropin_range() -> str:
+    speeds = [row["speed_up_over_generate"] for row in cpu_tables.report("dropin")["rows"]]
+    return f"{min(speeds):.1f} to {max(speeds):.1f}"
+
+
+def random_speed() -> str:
+    return number(cpu_tables.report("cpu_speed_random")["suites"]["random"]["all"]["auto_over_none"], ".2f", "×")
+
+
+def noise_gain() -> str:
+    gains = []
+    for name in ("sampling_07", "sampling_1"):
+        cells = cpu_tables.report(name)["cells"]
+        for budget in {cell["budget"] for cell in cells}:
+            with_noise, without = (
+                [c for c in cells if (c["budget"], c["strategy"]) == (budget, s)] for s in ("auto", "auto/no_noise")
+            )
+            gains.append(cpu_tables.mean(with_noise, "tokens_per_step") / cpu_tables.mean(without, "tokens_per_step"))
+    return f"{100 * (max(gains) - 1):.0f} %"
+
+
+VALUES: dict[str, Callable[[], str]] = {
+    "picture-generate": lambda: of_picture("generate"),
+    "picture-lookfar": lambda: of_picture("lookfar"),
+    "dropin-range": dropin_range,
+    "random-speed": random_speed,
+    "noise-gain": noise_gain,
+    "gpu-none": lambda: gpu_cell("none"),
+    "gpu-auto": lambda: gpu_cell("auto"),
+    "gpu-ratio": lambda: gpu_cell("ratio", ".2f"),
+}
 TABLES: dict[str, Callable[[], str]] = {
+    "readme": readme,
+    **cpu_tables.TABLES,
     "bench": bench,
     "gpu-speed": gpu_speed,
     "gpu-steps": gpu_steps,
@@ -331,25 +400,41 @@ def grid_plot() -> str:
     return plots.lines("Trie on GSM8K", lines, Axes("decoding length", "tokens per step", log=True, base=1.0))
 
 
+def budget_plot() -> str:
+    """Draw the tokens per second of a step by its rows: accepted tokens over the measured time."""
+    milliseconds = {int(rows): packed for rows, (_, packed) in cpu_tables.report("cpu_rows")["step"].items()}
+    cells = [cell for cell in cpu_tables.report("tokens_per_step")["cells"] if cell["strategy"] == "auto"]
+    tokens = {1: 1.0}
+    for rows in sorted({cell["budget"] for cell in cells}):
+        tokens[rows] = cpu_tables.mean([cell for cell in cells if cell["budget"] == rows], "tokens_per_step")
+    speed = [(float(rows), 1e3 * found / milliseconds[rows]) for rows, found in tokens.items()]
+    title = "Tokens per step ÷ milliseconds of a step (demo model, two CPU cores)"
+    return plots.lines(title, {"tokens per second": speed}, Axes("rows of a step", "tokens per second", log=True))
+
+
 PLOTS: dict[str, Callable[[], str]] = {
     "scaling.svg": scaling_plot,
     "grid.svg": grid_plot,
     "speed.svg": lambda: speed_ups(bench_lines()),
+    "budget.svg": budget_plot,
+    "arriving.svg": lambda: picture.draw(picture.read()),
 }
 
 
 def rendered(page: str) -> str:
-    """Return a page with all of its tables replaced."""
+    """Return a page with all of its tables and figures replaced."""
 
     def fill(found: re.Match[str]) -> str:
         return f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}"
 
-    return re.sub(r"(<!-- table: ([\w-]+) -->)\n.*?(<!-- end -->)", fill, page, flags=re.DOTALL)
+    page = re.sub(r"(<!-- table: ([\w-]+) -->)\n.*?(<!-- end -->)", fill, page, flags=re.DOTALL)
+    value = r"(<!-- value: ([\w-]+) -->)[^\n]*?(<!-- end -->)"
+    return re.sub(value, lambda found: found[1] + VALUES[found[2]]() + found[3], page)
 
 
 def main() -> None:
-    page = DOCS / "benchmarks.md"
-    page.write_text(rendered(page.read_text()))
+    for page in PAGES:
+        page.write_text(rendered(page.read_text()))
     for name, draw in PLOTS.items():
         (DOCS / "img" / name).write_text(draw() + "\n")
 

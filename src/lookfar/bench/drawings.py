@@ -111,11 +111,81 @@ def window(width: int = 5, ngram: int = 4) -> str:
     return svg(max(right, 240), 46 + len(drafter.levels) * (CELL + GAP), "The lookahead window", parts)
 
 
+def box(x: float, y: float, wide: float, words: str, fill: str, ink: str = "#fff") -> str:
+    """Draw a box with a word in it."""
+    return (
+        f'<rect x="{x}" y="{y}" width="{wide}" height="28" rx="6" fill="{fill}"/>'
+        f'<text x="{x + wide / 2}" y="{y + 18}" text-anchor="middle" fill="{ink}">{escape(words)}</text>'
+    )
+
+
+def step() -> str:
+    """Draw the loop: text, draft tokens, one forward pass, the model's choices, and back to the text."""
+    parts = []
+    stations = (
+        ("text", "the", "#64748b"),
+        ("draft tokens", "cat sat on …", "#cbd5e1"),
+        ("one forward pass", "all rows at once", "#3b82f6"),
+        ("the model's choices", "cat sat on a", "#1a7f4b"),
+    )
+    for number, (title, words, fill) in enumerate(stations):
+        x = 10 + number * 158
+        parts.append(text(x + 64, 26, title, kind="dim"))
+        parts.append(box(x, 36, 128, words, fill, "#1d2430" if fill == "#cbd5e1" else "#fff"))
+        if number:
+            parts.append(f'<path class="axis" fill="none" d="M{x - 28},50h24m-6,-4l6,4l-6,4"/>')
+    parts.append('<path class="axis" fill="none" d="M548,66v22H74v-20m-4,6l4,-6l4,6"/>')
+    parts.append(text(311, 104, "accepted tokens and one more become part of the text", kind="dim"))
+    return svg(622, 114, "One step", parts)
+
+
+def chain() -> str:
+    """Draw two steps of a model with recurrent state: after a rejected draft, accepted tokens are fed again."""
+    parts, grey, green, draft = [], "#64748b", "#1a7f4b", "#cbd5e1"
+    lines = (
+        ("step 1", (("the", grey), ("cat", green), ("sat", green), ("up", draft), ("late", draft))),
+        ("step 2", (("the", grey), ("cat", grey), ("sat", grey), ("on", grey), ("a", green), ("mat", green))),
+    )
+    for number, (title, tokens) in enumerate(lines):
+        y = 26 + number * 66
+        parts.append(text(10, y + 18, title, "start", "dim"))
+        for place, (word, fill) in enumerate(tokens):
+            parts.append(box(70 + place * 76, y, 68, word, fill, "#1d2430" if fill == draft else "#fff"))
+    parts.append(text(298, 70, "“up” is wrong: the state from before step 1 is put back", "start", "dim"))
+    parts.append(text(70, 136, "fed again", "start", "dim"))
+    parts.append(text(298, 136, "the model's choice after “sat”, then new draft tokens", "start", "dim"))
+    return svg(640, 146, "Two steps of a draft chain", parts)
+
+
+def noise() -> str:
+    """Draw how a token is sampled: probabilities, divided by the noise of the position; the largest is chosen."""
+    words, p, exponential = ("cat", "dog", "hat", "mat"), (0.5, 0.25, 0.15, 0.1), (1.9, 0.4, 0.9, 1.3)
+    scores = [a / b for a, b in zip(p, exponential, strict=True)]
+    parts = []
+    for left, title, values in ((20, "p", p), (220, "noise of this position", exponential), (420, "p ÷ noise", scores)):
+        parts.append(text(left, 20, title, "start", "dim"))
+        for row, (word, value) in enumerate(zip(words, values, strict=True)):
+            y, chosen = 30 + row * 26, left == 420 and value == max(values)
+            fill = "#1a7f4b" if chosen else colour_of(0) if left != 220 else "#94a3b8"
+            parts.append(text(left + 30, y + 14, word, "end"))
+            wide = 110 * value / max(values)
+            parts.append(f'<rect x="{left + 38}" y="{y}" width="{wide:.1f}" height="18" rx="3" fill="{fill}"/>')
+            parts.append(text(left + 42 + wide, y + 14, f"{value:.2f}", "start", "dim"))
+    return svg(620, 142, "Sampling with noise that belongs to a position", parts)
+
+
 def every() -> dict[str, str]:
     """Return all drawings by file name."""
-    step = RequestPlan(np.array([0]), 3, tree=EXAMPLE)
+    rows = RequestPlan(np.array([0]), 3, tree=EXAMPLE)
     names = ["the", *(WORDS[token] for token in EXAMPLE.tokens)]
-    return {"tree.svg": tree(), "mask.svg": mask(step, names), "window.svg": window()}
+    return {
+        "step.svg": step(),
+        "tree.svg": tree(),
+        "noise.svg": noise(),
+        "mask.svg": mask(rows, names),
+        "chain.svg": chain(),
+        "window.svg": window(),
+    }
 
 
 if __name__ == "__main__":
