@@ -145,8 +145,8 @@ def plots(report: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def table(report: dict[str, Any]) -> str:
-    """Return the tables of docs/scaling.md."""
+def ranks_table(report: dict[str, Any]) -> str:
+    """Return the table of ranks: speed-ups, with tokens per step."""
     shown = (1, 2, 4, 8)
     rows = [
         "| speed-up over one rank without speculation (tokens per step) | " + " | ".join(f"{r} ranks" for r in shown)
@@ -188,7 +188,7 @@ def main() -> None:
     (options.out / "results" / "scaling.json").write_text(json.dumps(report, indent=1) + "\n")
     for name, drawing in plots(report).items():
         (options.out / "img" / name).write_text(drawing + "\n")
-    print(table(report), fleet_table(report), sep="\n\n")
+    print(ranks_table(report), fleet_table(report), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a single figure between `<!-- value: NAME -->` and
 `<!-- end -->`. Both are replaced; a test checks that none is out of date. The files come from `benchmarks/figures.py`,
-`benchmarks/gpu.py` and `benchmarks/paper/*.py`.
+`benchmarks/gpu.py`, `benchmarks/scaling.py` and `benchmarks/paper/*.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import cpu_tables
 import picture
 from cpu_tables import DOCS, SUITES, read, table
 from law import law
+from scaling import fleet_table, ranks_table
 
 from lookfar.bench import plots
 from lookfar.bench.page import HEADINGS, cells, speed_ups
@@ -369,6 +370,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "lookahead-scaling": lookahead_scaling,
     "pain-grid": pain_grid,
     "pain-trie": pain_trie,
+    "ranks": lambda: ranks_table(read("scaling")),
+    "fleet": lambda: fleet_table(read("scaling")),
 }
 
 
