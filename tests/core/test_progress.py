@@ -52,7 +52,7 @@ def test_without_a_terminal_commands_print_a_line_for_each_long_wait(
         return capsys.readouterr().err.splitlines()
 
     monkeypatch.setattr(progress, "PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "_as_lines", False)  # a command that another test ran may have changed it
     assert waits() == []  # a library says nothing
-    monkeypatch.setattr(progress, "_as_lines", False)
     progress.say_as_lines()
     assert waits() == ["a part …", "a part …"]
