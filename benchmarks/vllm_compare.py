@@ -162,8 +162,12 @@ def run_method(method: str, options: argparse.Namespace) -> dict[str, Any]:
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
     command = [sys.executable, __file__, *sys.argv[1:], "--method", method]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{done.stdout[-5000:]}\n{method} failed.")
+    report: dict[str, Any] = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith('{"outputs"'))
+    )
     return report
 
 

@@ -80,7 +80,7 @@ class ArcticSuffix:
         return drafts
 
 
-def vllm_config(longest: int, vocab_size: int = 49_152, max_model_len: int = 2048, **settings: Any) -> Any:
+def vllm_config(longest: int, vocab_size: int = 49_152, max_model_len: int = 4096, **settings: Any) -> Any:
     """Return the parts of vLLM's configuration that the proposer reads."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=112)
     parser.add_argument("--draft", type=int, default=5, help="the most draft tokens (K)")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--min-probability", type=float, default=0.05)
+    parser.add_argument("--min-probability", type=float, default=0.1)
     parser.add_argument("--suffix-factor", type=float, default=1.0, help="`max_spec_factor` of vLLM's suffix method")
     options = parser.parse_args()
     path = options.record or options.texts
