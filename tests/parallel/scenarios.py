@@ -106,7 +106,7 @@ def reuse_text(lm: LM, model: PreTrainedModel) -> bool:
     first = lm.generate(PROMPTS[1], max_new_tokens=NEW, reuse=True).token_ids
     longer = [*PROMPTS[1], *first, *PROMPTS[0]]
     done = lm.generate(longer, max_new_tokens=NEW, reuse=True)
-    return done.token_ids == reference(model, longer, NEW) and done.stats.reused_tokens > len(PROMPTS[1])
+    return done.token_ids == reference(model, longer, NEW) and done.stats.reused_tokens >= len(PROMPTS[1])
 
 
 def pause_and_resume(lm: LM, model: PreTrainedModel) -> bool:
