@@ -17,6 +17,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -73,8 +74,8 @@ def measure(lm: Any, prompts: list[list[int]], new: int, setting: dict[str, Any]
     return found
 
 
-def run(ranks: int, arguments: list[str]) -> list[dict[str, Any]]:
-    """Start this program as so many ranks and return the records of rank 0."""
+def run(ranks: int, arguments: list[str]) -> Iterator[dict[str, Any]]:
+    """Start this program as so many ranks and yield the records of rank 0."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -86,10 +87,10 @@ def run(ranks: int, arguments: list[str]) -> list[dict[str, Any]]:
         processes.append(
             subprocess.Popen(command, env={**os.environ, **common, **own}, stdout=subprocess.PIPE, text=True)
         )
-    lines = [process.communicate()[0].splitlines() for process in processes]
-    if any(process.returncode for process in processes):
+    assert processes[0].stdout is not None
+    yield from map(json.loads, processes[0].stdout)
+    if any(process.wait() for process in processes):
         raise SystemExit("A rank has failed.")
-    return [json.loads(line) for line in lines[0]]
 
 
 def main() -> None:
@@ -108,12 +109,13 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {}
     expected: dict[str, Any] = {}
     for ranks in options.ranks.split(","):
-        found[ranks] = run(int(ranks), sys.argv[1:])
-        for record in found[ranks]:
+        found[ranks] = []
+        for record in run(int(ranks), sys.argv[1:]):
+            found[ranks].append(record)
             tokens = record.pop("token_ids")
             kind = "sampled" if "seed" in record["setting"] else "greedy"
             record["same_tokens"] = tokens == expected.setdefault(kind, tokens)
-            print(ranks, json.dumps(record), file=sys.stderr)
+            print(ranks, json.dumps(record), file=sys.stderr, flush=True)
     print(json.dumps({"benchmark": "parallel", "threads": 1, "suites": options.suites, "ranks": found}))
 
 

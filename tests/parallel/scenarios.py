@@ -15,7 +15,7 @@ from helpers import oracle, random_prompts, reference
 from lookfar.drafters.scripted import Scripted
 from lookfar.errors import LookfarError, RankError
 from lookfar.lm import LM
-from lookfar.parallel import attach, follow, use_ranks
+from lookfar.parallel import attach, follow, load, use_ranks
 from lookfar.parallel.follower import Follower
 from lookfar.parallel.followers import Followers
 from lookfar.parallel.group import Group
@@ -106,7 +106,7 @@ def reuse_text(lm: LM, model: PreTrainedModel) -> bool:
     first = lm.generate(PROMPTS[1], max_new_tokens=NEW, reuse=True).token_ids
     longer = [*PROMPTS[1], *first, *PROMPTS[0]]
     done = lm.generate(longer, max_new_tokens=NEW, reuse=True)
-    return done.token_ids == reference(model, longer, NEW) and done.stats.reused_tokens > len(PROMPTS[1])
+    return done.token_ids == reference(model, longer, NEW) and done.stats.reused_tokens >= len(PROMPTS[1])
 
 
 def pause_and_resume(lm: LM, model: PreTrainedModel) -> bool:
@@ -201,6 +201,22 @@ def attached(family: str = "llama", other: str = "") -> Any:
         follow(lm)
     tokens = lm.generate(PROMPTS[0], max_new_tokens=NEW).token_ids
     return {"right": tokens == reference(model, PROMPTS[0], NEW), "kind": lm.engine.runner.name}
+
+
+def demo() -> Any:
+    """The demo model: greedy, in a batch, with a window, and sampled."""
+    lm = load("demo", device="cpu", budget=12)
+    questions = ("Write a haiku about the sea.", "Repeat after me: the cat sat on the mat, the cat sat on the mat.")
+    prompts = [lm.chat_ids([{"role": "user", "content": question}]) for question in questions]
+    asked: Any = {"max_new_tokens": NEW}
+    answers = [reference(lm.model, prompt, NEW) for prompt in prompts]
+    drawn = sampled(lm.model, prompts[:1], 3)[0]
+    return {
+        "alone": [lm.generate(prompt, **asked).token_ids for prompt in prompts] == answers,
+        "batch": [done.token_ids for done in lm.generate(prompts, **asked)] == answers,
+        "window": lm.generate(prompts[0], strategy="lookahead", **asked).token_ids == answers[0],
+        "sampled": lm.generate(prompts[0], seed=3, **SAMPLED, **asked).token_ids == drawn,
+    }
 
 
 def endless() -> Any:

@@ -47,6 +47,13 @@ def test_the_tokens_of_other_families_are_those_of_generate(ranks: int) -> None:
     assert {family: of_family["wrong"] for family, of_family in found.items()} == {family: [] for family in FAMILIES}
 
 
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_tokens_of_the_demo_model() -> None:
+    found = scenario(2, "demo")
+    assert found == dict.fromkeys(("alone", "batch", "window", "sampled"), True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_requests_come_and_go(ranks: int) -> None:
