@@ -3,10 +3,10 @@
     python benchmarks/draft_lab.py --data DIR --limit 24 --budgets 8,16,64,128 --memo FOLDER
 
 Decodes prompts with the engine, one at a time, and looks at every step: tokens per step over all and over natural
-outputs, the log loss and the reliability of the estimates, the host's time, and why drafts ended where they did. Prompts
-with an even number are for development, those with an odd number are held out: choose by the first, report the second.
-`session` keeps the draft state from prompt to prompt, `cold` clears it before each, and `file` starts every prompt with
-the draft state of a file that a session over the development prompts has saved.
+outputs, the log loss and the reliability of the estimates, the host's time, and why drafts ended where they did.
+Prompts with an even number are for development, the others are held out: choose by the first, report the second.
+`session` keeps the draft state from prompt to prompt, `cold` clears it before each. `continued` goes on after a session
+over the prompts of the other split, and `file` does so in a new draft state that loads the file of that session's store.
 
 Output is exact, so the rows of a prompt are the same for every variant: with `--memo FOLDER` they are computed once and
 kept there (see row_memo.py). Prints a table and one JSON line; `--plot FILE` draws the reliability of the estimates.
@@ -23,7 +23,9 @@ from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -37,11 +39,11 @@ from lookfar.bench.plots import Axes, lines
 from lookfar.engine.stats import Stats, add_up, is_natural
 from lookfar.speculation.draft_state import DraftState
 from lookfar.speculation.drafting import DraftedGroup
-from lookfar.speculation.tree_builder import COUNT, DEPTH, FIRST, OWNER, TOKEN
+from lookfar.speculation.tree_builder import COUNT, FIRST, TOKEN
 
 BINS = 20
 SPLITS = {"dev": 0, "held out": 1}
-MODES = ("session", "cold")
+MODES = ("session", "cold", "continued", "file")
 
 
 @dataclass
@@ -145,28 +147,41 @@ class Lab:
 
     def run(self, suite: str, split: str, mode: str, budget: int) -> dict[str, Any]:
         """Decode the prompts of one suite and split."""
-        lm, options, findings = self.lm, self.options, Findings()
+        lm, findings = self.lm, Findings()
         stats: list[Stats] = []
         natural: list[bool] = []
-        if mode == "session":
-            lm.draft_state = self.new_state()
+        lm.draft_state = self.new_state()
+        if mode in ("continued", "file"):
+            (other,) = set(SPLITS) - {split}
+            for seed, prompt in self.prompts(suite, other):
+                self.decode(seed, prompt, budget)
+        if mode == "file":
+            with TemporaryDirectory() as folder:
+                lm.store.save(Path(folder) / "lab.store")
+                lm.draft_state = self.new_state()
+                lm.store.load(Path(folder) / "lab.store")
         with watched(findings):
             for seed, prompt in self.prompts(suite, split):
                 if mode == "cold":
                     lm.draft_state = self.new_state()
-                if isinstance(lm.engine.runner, MemoRunner):
-                    lm.engine.runner.salt = hash((seed, options.sampling)) & ((1 << 64) - 1) if options.sampling else 0
-                done = lm.generate(
-                    prompt,
-                    max_new_tokens=options.max_new_tokens,
-                    strategy=options.strategy,
-                    budget=budget,
-                    seed=seed,
-                    **parse_arguments(options.sampling),
-                )
+                done = self.decode(seed, prompt, budget)
                 stats.append(done.stats)
                 natural.append(is_natural(done.token_ids))
         return self.summary((suite, split, mode, budget), stats, natural, findings)
+
+    def decode(self, seed: int, prompt: list[int], budget: int) -> lookfar.Completion:
+        """Decode one prompt."""
+        options, runner = self.options, self.lm.engine.runner
+        if isinstance(runner, MemoRunner):
+            runner.salt = crc32(f"{seed} {options.sampling}".encode()) if options.sampling else 0
+        return self.lm.generate(
+            prompt,
+            max_new_tokens=options.max_new_tokens,
+            strategy=options.strategy,
+            budget=budget,
+            seed=seed,
+            **parse_arguments(options.sampling),
+        )
 
     def summary(
         self, cell: tuple[str, str, str, int], stats: Seq[Stats], natural: Seq[bool], findings: Findings
@@ -234,7 +249,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--budgets", default="8,16,64,128")
     parser.add_argument("--splits", default="dev,held out")
-    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--modes", default="session,cold", help=", ".join(MODES))
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--sampling", default="", metavar="KEY=VALUE,…", help="sample with these arguments")
     parser.add_argument("--model", default="demo")

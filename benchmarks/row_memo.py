@@ -166,7 +166,7 @@ class MemoRunner:
         first_row = len(text) - pending  # the position of row 0
         common = min(common, first_row + min(missing[0], pending - 1))
         self._cache.free(self._handle, self._cached)
-        self._handle, cached = self._cache.allocate(text[:common] + [-1]) if common else self._cache.allocate()
+        self._handle, cached = self._cache.allocate([*text[:common], -1]) if common else self._cache.allocate()
         wanted = {row - pending for row in missing if row >= pending}
         for node in sorted(wanted, reverse=True):
             while (node := int(rows.tree.parents[node])) >= 0:

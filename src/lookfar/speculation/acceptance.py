@@ -9,22 +9,32 @@ position, whether it was verified or not, so nothing has to be verified just to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lookfar.core.arrays import Floats
 from lookfar.core.jit import jit
 from lookfar.speculation.calibration import Calibration
 
+LAYOUT = 1  # of the features below; weights in a file with another one are not used
+
 # Offsets of the features in the weight vector. Feature 0 of a group means "no evidence".
 DEPTH, DEPTHS = 0, 12
 RUNNER_UP, RUNNER_UPS = DEPTH + DEPTHS, 10  # absent, then by rank
-TABLES = RUNNER_UP + RUNNER_UPS
+RUNNER_UP_DEPTHS = 3  # the next token, the one after it, later ones
+TABLES = RUNNER_UP + RUNNER_UP_DEPTHS * RUNNER_UPS
 LEVELS = 8  # levels of a recycled probability, the highest first
-TABLE = 1 + 2 * LEVELS  # absent; predicted, by level; not predicted, by the level of the best prediction
-TABLE_COUNT = 2  # after the last token, after the last pair
-NOISE = TABLES + TABLE_COUNT * TABLE
+STATES = 1 + 2 * LEVELS  # absent; predicted, by level; not predicted, by the level of the best prediction
+AGES = 4  # of a row of a table
+TABLE = AGES * STATES
+TABLE_COUNT = 3  # after the last token, after the last pair, after the last three
+CROSSED = LEVELS + 2  # absent, by level, not predicted
+CROSSES = TABLES + TABLE_COUNT * TABLE  # token and pair together, pair and triple together
+SEEN, SEEN_AGES = CROSSES + 2 * CROSSED * CROSSED, 16  # since a token was last part of a text, and last likely there
+NOISE = SEEN + 2 * SEEN_AGES
 NOISE_LEVELS = 8  # levels of the noise that a token meets, the most favourable first
 NOISE_FEATURES = 1 + 2 * NOISE_LEVELS  # unknown; of a token that no table predicts; of one that a table predicts
 DRAFTS = NOISE + NOISE_FEATURES
@@ -52,17 +62,35 @@ class AcceptanceModel:
         self.squares: Floats = np.full(len(self.weights), PRIOR_STRENGTH, dtype=np.float32)  # for Adagrad
         self.calibration = Calibration()
 
+    @property
+    def arrays(self) -> dict[str, Floats]:
+        """Everything that was learned."""
+        return {"weights": self.weights, "squares": self.squares, "calibration": self.calibration.counts}
+
+    def restore(self, arrays: Mapping[str, npt.NDArray[Any] | None]) -> bool:
+        """Take over the arrays of a model with the same sources and features; returns False if they are not sound."""
+        for name, own in self.arrays.items():
+            new = arrays.get(name)
+            if new is None or new.shape != own.shape or new.dtype != own.dtype or not np.isfinite(new).all():
+                return False
+            if name != "weights" and not (new > 0).all():
+                return False
+        for name, own in self.arrays.items():
+            own[:] = arrays[name]
+        return True
+
 
 def initial_weights(source_count: int) -> Floats:
     """Return the initial weights: rounded values learned with the demo model."""
     weights = np.zeros(DRAFTS + source_count * SOURCE, dtype=np.float32)
     weights[DEPTH : DEPTH + DEPTHS] = BASE_LOG_ODDS
     weights[RUNNER_UP + 1 : RUNNER_UP + RUNNER_UPS] = np.linspace(0.9, -0.2, RUNNER_UPS - 1)
-    for table, absent, best, last in ((0, -0.8, 1.6, -0.9), (1, -0.1, 2.8, -0.8)):
-        start = TABLES + table * TABLE
-        weights[start] = absent
-        weights[start + 1 : start + 1 + LEVELS] = np.linspace(best, last, LEVELS)
-        weights[start + 1 + LEVELS : start + TABLE] = np.linspace(-1.4, -0.2, LEVELS)
+    for table, absent, best, last in ((0, -0.8, 1.6, -0.9), (1, -0.1, 2.8, -0.8), (2, 0.0, 1.0, -0.5)):
+        for age in range(AGES):
+            start = TABLES + table * TABLE + age * STATES
+            weights[start] = absent
+            weights[start + 1 : start + 1 + LEVELS] = np.linspace(best, last, LEVELS)
+            weights[start + 1 + LEVELS : start + STATES] = np.linspace(-1.4, -0.2, LEVELS) if table < 2 else -0.5
     weights[NOISE + 1 : NOISE + 1 + NOISE_LEVELS] = NOISE_LOG_ODDS
     for source in range(source_count):
         start = DRAFTS + source * SOURCE

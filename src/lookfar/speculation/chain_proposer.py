@@ -117,7 +117,7 @@ class ChainProposer:
 @jit
 def learn_followers(arrays, addresses, counts):  # type: ignore[no-untyped-def]
     """Count the last tokens of several texts as followers of the token and of the pair before them."""
-    token_ids, token_logits, pair_keys, pair_ids, pair_logits = arrays
+    token_ids, token_logits, pair_keys, pair_ids, pair_logits = arrays[:5]
     for i in range(len(addresses)):
         tail = tail_of(addresses[i])
         for place in range(max(len(tail) - counts[i], 1), len(tail)):
