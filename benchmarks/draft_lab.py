@@ -6,7 +6,7 @@ Decodes prompts with the engine, one at a time, and looks at every step: tokens 
 outputs, the log loss and the reliability of the estimates, the host's time, and why drafts ended where they did.
 Prompts with an even number are for development, the others are held out: choose by the first, report the second.
 `session` keeps the draft state from prompt to prompt, `cold` clears it before each. `continued` goes on after a session
-over the prompts of the other split, and `file` does so in a new draft state that loads the file of that session's store.
+over the prompts of the other split, and `file` does so in a new draft state that loads that session's store file.
 
 Output is exact, so the rows of a prompt are the same for every variant: with `--memo FOLDER` they are computed once and
 kept there (see row_memo.py). Prints a table and one JSON line; `--plot FILE` draws the reliability of the estimates.
@@ -257,6 +257,7 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--memo", type=Path, help="a folder for the results of rows")
     parser.add_argument("--plot", type=Path, help="write the reliability plot to this SVG file")
+    parser.add_argument("--stores", type=Path, help="a folder for the store file that each session ends with")
     parser.add_argument("--json", type=Path, help="also write the JSON line to this file")
     options = parser.parse_args()
     lm = lookfar.load(options.model, dtype=options.dtype, device=options.device, max_batch=1)
@@ -273,6 +274,8 @@ def main() -> None:
                     print(suite, budget, split, mode, f"{last['tokens_per_step']:.3f}", file=sys.stderr, flush=True)
                     if memo is not None:
                         memo.save()
+                    if options.stores:
+                        lm.store.save(options.stores / f"{suite}-{budget}-{split}-{mode}.store")
     show(cells, options.suites.split(","))
     if options.plot:
         plot(cells, options.plot)

@@ -190,8 +190,8 @@ def read_tables(table, path, children, count, sampling, limits):  # type: ignore
 @jit
 def age_of(time, now):  # type: ignore[no-untyped-def]
     """Return how old a row of a table is: of the last step, of the last few, of this text, older."""
-    age = now - time
-    return 0 if age <= 1 else 1 if age <= 6 else 2 if age <= 48 else 3
+    age = now - time  # negative after an overflow
+    return 3 if age < 0 or age > 48 else 0 if age <= 1 else 1 if age <= 6 else 2
 
 
 @jit
@@ -255,6 +255,8 @@ def mark_age(mark, now):  # type: ignore[no-untyped-def]
     if not mark:
         return 0
     age, bucket = now - mark, 1
+    if age < 0:  # after an overflow
+        return SEEN_AGES - 1
     while age > 0 and bucket < SEEN_AGES - 1:
         age >>= 1
         bucket += 1
