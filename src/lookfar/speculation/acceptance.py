@@ -26,7 +26,7 @@ DEPTH, DEPTHS = 0, 12
 RUNNER_UP, RUNNER_UPS = DEPTH + DEPTHS, 10  # absent, then by rank
 RUNNER_UP_DEPTHS = 3  # the next token, the one after it, later ones
 TABLES = RUNNER_UP + RUNNER_UP_DEPTHS * RUNNER_UPS
-LEVELS = 8  # levels of a recycled probability, the highest first
+LEVELS = 11  # levels of a recycled probability, the highest first
 STATES = 1 + 2 * LEVELS  # absent; predicted, by level; not predicted, by the level of the best prediction
 AGES = 4  # of a row of a table
 TABLE = AGES * STATES
@@ -44,12 +44,12 @@ AGAINST = 1  # other tokens are drafted, by the match score of the best of those
 FOR = AGAINST + SCORES
 SOURCE = FOR + SCORES * SHARES * 2  # for the token: match score, share, and whether it is the best score here
 
-LEVEL_BOUNDS = np.array([0.97, 0.88, 0.7, 0.5, 0.3, 0.15, 0.05], dtype=np.float32)  # of a recycled probability
+LEVEL_BOUNDS = np.array([0.97, 0.88, 0.7, 0.5, 0.3, 0.15, 0.07, 0.03, 0.012, 0.005], dtype=np.float32)
 NOISE_BOUNDS = np.array([0.05, 0.15, 0.35, 0.7, 1.2, 2.0, 3.0], dtype=np.float32)
 NOISE_LOG_ODDS = np.array([3.0, 2.2, 1.4, 0.7, 0.1, -0.4, -0.9, -1.4], dtype=np.float32)  # about -log(noise)
 
 BASE_LOG_ODDS = -2.0  # of a token without evidence
-LEARNING_RATE = 0.25
+LEARNING_RATE = 0.12
 PRIOR_STRENGTH = 1.0  # how many uncertain observations the initial weights are worth
 
 
@@ -85,7 +85,7 @@ def initial_weights(source_count: int) -> Floats:
     weights = np.zeros(DRAFTS + source_count * SOURCE, dtype=np.float32)
     weights[DEPTH : DEPTH + DEPTHS] = BASE_LOG_ODDS
     weights[RUNNER_UP + 1 : RUNNER_UP + RUNNER_UPS] = np.linspace(0.9, -0.2, RUNNER_UPS - 1)
-    for table, absent, best, last in ((0, -0.8, 1.6, -0.9), (1, -0.1, 2.8, -0.8), (2, 0.0, 1.0, -0.5)):
+    for table, absent, best, last in ((0, -0.8, 1.6, -1.9), (1, -0.1, 2.8, -2.0), (2, 0.0, 1.0, -1.0)):
         for age in range(AGES):
             start = TABLES + table * TABLE + age * STATES
             weights[start] = absent

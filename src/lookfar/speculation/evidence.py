@@ -42,6 +42,8 @@ from lookfar.speculation.acceptance import (
 ONE = np.float32(1.0)  # a literal would make the sums around it double precision, which takes a fifth longer
 MIN_SHARE = 0.005  # predictions that the noise leaves less of the probability than this are no candidates
 MAX_CHILDREN = 48  # candidates considered after one node
+MIDDLE = 5  # of the bounds of levels, where their search starts
+BITS: Int32s = np.array([1 + age.bit_length() for age in range(256)], np.int32)  # 1 + the length of a number in bits
 
 # Columns of the child table: how many drafts continue with the child, 1 + the level of its probability after the token,
 # the pair and the triple, 1 + its rank among the runner-ups; 0 for none. Then the source with the strongest evidence
@@ -196,7 +198,7 @@ def age_of(time, now):  # type: ignore[no-untyped-def]
 
 @jit
 def level_of(probability):  # type: ignore[no-untyped-def]
-    level = 0
+    level = 0 if probability >= LEVEL_BOUNDS[MIDDLE] else MIDDLE + 1
     while level < LEVELS - 1 and probability < LEVEL_BOUNDS[level]:
         level += 1
     return level
@@ -252,15 +254,12 @@ def state_of(level, best):  # type: ignore[no-untyped-def]
 @jit
 def mark_age(mark, now):  # type: ignore[no-untyped-def]
     """Return how long ago a token was marked, by powers of two; 0: never."""
+    age = now - mark
     if not mark:
         return 0
-    age, bucket = now - mark, 1
-    if age < 0:  # after an overflow
-        return SEEN_AGES - 1
-    while age > 0 and bucket < SEEN_AGES - 1:
-        age >>= 1
-        bucket += 1
-    return bucket
+    if age < 256:
+        return BITS[age] if age >= 0 else SEEN_AGES - 1  # negative after an overflow
+    return min(BITS[min(age >> 8, 255)] + 8, SEEN_AGES - 1)
 
 
 @inline_jit
