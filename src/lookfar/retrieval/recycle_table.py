@@ -13,7 +13,6 @@ from lookfar.core.plan import COMPLETE, FIRST_NODE, FIRST_PENDING, NUM_NODES, NU
 
 TOP_K = 8  # predictions kept for each token and pair
 SAMPLED_TOP_K = 24  # the same for sampled texts, where the sampling noise says which of them to draft
-MARKED = 6  # of the predictions after each token of a text, these count as likely there
 
 
 class RecycleArrays(NamedTuple):
@@ -28,7 +27,7 @@ class RecycleArrays(NamedTuple):
     triple_ids: Int32s  # [triples, k]
     triple_logits: Floats
     times: Int32s  # [vocabulary + pairs + triples] when each row was learned
-    marks: Int32s  # [2, vocabulary] when a token was last part of a text, and last likely there; 0: never
+    marks: Int32s  # [vocabulary] when a token was last part of a text; 0: never
     clock: Int32s  # [2] steps and tokens of texts so far
 
 
@@ -50,7 +49,7 @@ class RecycleTable:
             np.full((pairs, k), -1, np.int32),
             np.zeros((pairs, k), np.float32),
             np.zeros(vocab_size + 2 * pairs, np.int32),
-            np.zeros((2, vocab_size), np.int32),
+            np.zeros(vocab_size, np.int32),
             np.ones(2, np.int32),
         )
 
@@ -174,15 +173,12 @@ def store_predictions(arrays, before, tokens, top_ids, top_logits):  # type: ign
 
 
 @inline_jit
-def mark_row(arrays, token, top_ids):  # type: ignore[no-untyped-def]
-    """Note a token that became part of a text, and the likely tokens after it."""
+def mark_token(arrays, token):  # type: ignore[no-untyped-def]
+    """Note a token that became part of a text."""
     marks, clock = arrays[9], arrays[10]
     clock[1] += 1
-    if 0 <= token < marks.shape[1]:
-        marks[0, token] = clock[1]
-    for j in range(min(MARKED, len(top_ids))):
-        if 0 <= top_ids[j] < marks.shape[1]:
-            marks[1, top_ids[j]] = clock[1]
+    if 0 <= token < len(marks):
+        marks[token] = clock[1]
 
 
 @jit
@@ -203,9 +199,7 @@ def learn_rows(arrays, plan, about, top, runner_ups):  # type: ignore[no-untyped
             earlier = tokens[row - 2] if row > 1 else before if row else first
             if row >= len(tokens) - predict:
                 store_prediction(arrays, (earlier, previous, tokens[row]), top, start + row)
-                mark_row(arrays, tokens[row], top_ids[start + row])
-            else:
-                mark_row(arrays, tokens[row], top_ids[:0, 0])
+            mark_token(arrays, tokens[row])
         before = tokens[-2] if len(tokens) > 1 else before
         for node in range(own[FIRST_NODE], own[FIRST_NODE] + own[NUM_NODES]):
             parent = nodes[1, node]
@@ -217,7 +211,7 @@ def learn_rows(arrays, plan, about, top, runner_ups):  # type: ignore[no-untyped
             store_prediction(arrays, (earlier, previous, nodes[0, node]), top, row)
         node = last - start - len(tokens)
         while node >= 0:
-            mark_row(arrays, nodes[0, own[FIRST_NODE] + node], top_ids[start + len(tokens) + node])
+            mark_token(arrays, nodes[0, own[FIRST_NODE] + node])
             node = nodes[1, own[FIRST_NODE] + node]
         set_runner_ups(runner_ups[i], top_ids[last], top_logits[last], emitted)
 

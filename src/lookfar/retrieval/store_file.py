@@ -94,14 +94,14 @@ def read_store_file(path: Path) -> tuple[StoreHeader, StoreContents]:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise StoreError(f"{path} is not a lookfar store: make one with `lookfar store build`.")
-            if metadata.get("version") not in map(str, READABLE):
+            if metadata.get("version") not in [str(version) for version in READABLE]:
                 raise StoreError(
                     f"{path} has version {metadata.get('version')} of the format and this lookfar reads "
                     f"{READABLE[0]} to {VERSION}: build it again, or upgrade lookfar."
                 )
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            texts = [arrays.pop(name) for name in TEXTS]
-            contents = StoreContents(*texts, arrays)
+            text, tokens, parents, counts = (arrays.pop(name) for name in TEXTS)
+            contents = StoreContents(text, tokens, parents, counts, arrays)
             learned = metadata.get("learned", "")  # files of earlier versions lack it
             version = int(metadata["version"])
             header = StoreHeader(version, int(metadata["vocab_size"]), metadata["tokenizer"], learned)

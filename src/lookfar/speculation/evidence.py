@@ -23,11 +23,12 @@ from lookfar.speculation.acceptance import (
     FOR,
     LEVEL_BOUNDS,
     LEVELS,
+    MAX_CHILDREN,
     NOISE,
     NOISE_BOUNDS,
     NOISE_LEVELS,
+    ONE,
     RUNNER_UP,
-    RUNNER_UP_DEPTHS,
     RUNNER_UPS,
     SCORES,
     SEEN,
@@ -39,9 +40,7 @@ from lookfar.speculation.acceptance import (
     TABLES,
 )
 
-ONE = np.float32(1.0)  # a literal would make the sums around it double precision, which takes a fifth longer
 MIN_SHARE = 0.005  # predictions that the noise leaves less of the probability than this are no candidates
-MAX_CHILDREN = 48  # candidates considered after one node
 MIDDLE = 5  # of the bounds of levels, where their search starts
 BITS: Int32s = np.array([1 + age.bit_length() for age in range(256)], np.int32)  # 1 + the length of a number in bits
 
@@ -49,7 +48,7 @@ BITS: Int32s = np.array([1 + age.bit_length() for age in range(256)], np.int32) 
 # the pair and the triple, 1 + its rank among the runner-ups; 0 for none. Then the source with the strongest evidence
 # (one past the last for none), and how many sources propose the child, with recycled predictions and runner-ups as one.
 CHILD, DRAFTED, OF_TOKEN, OF_PAIR, OF_TRIPLE, RANK, BEST_SOURCE, PROPOSED_BY = range(8)
-OWN_FEATURES = 9  # beside noise and sources
+OWN_FEATURES = 8  # beside noise and sources
 
 
 class Children(NamedTuple):
@@ -205,15 +204,6 @@ def level_of(probability):  # type: ignore[no-untyped-def]
 
 
 @inline_jit
-def rank_children(tokens, child_table, count):  # type: ignore[no-untyped-def]
-    """Note which children of a deeper node are runner-ups of the last token."""
-    for child in range(count):
-        for rank in range(min(len(tokens), TOP_K - 1)):
-            if tokens[rank] == child_table[child, CHILD]:
-                child_table[child, RANK] = rank + 1
-
-
-@inline_jit
 def read_runner_ups(row, child_table, count, sampling, vocab_size):  # type: ignore[no-untyped-def]
     """Add the runner-ups of the last token to the children of a root, each with its rank."""
     tokens, logits = row
@@ -279,17 +269,15 @@ def weigh_children(children, count, node, known, weights, features):  # type: ig
         of_pair = state_of(child_table[child, OF_PAIR], best_of_pair)
         of_triple = state_of(child_table[child, OF_TRIPLE], best_of_triple)
         token = child_table[child, CHILD]
-        marked = token < marks.shape[1]
         features[child, 0] = DEPTH + min(depth, DEPTHS - 1)
-        features[child, 1] = RUNNER_UP + min(depth, RUNNER_UP_DEPTHS - 1) * RUNNER_UPS + child_table[child, RANK]
+        features[child, 1] = RUNNER_UP + child_table[child, RANK]
         features[child, 2] = TABLES + token_age * STATES + of_token
         features[child, 3] = TABLES + TABLE + pair_age * STATES + of_pair
         features[child, 4] = TABLES + 2 * TABLE + triple_age * STATES + of_triple
         of_token, of_pair, of_triple = min(of_token, LEVELS + 1), min(of_pair, LEVELS + 1), min(of_triple, LEVELS + 1)
         features[child, 5] = CROSSES + of_token * CROSSED + of_pair
         features[child, 6] = CROSSES + CROSSED * CROSSED + of_pair * CROSSED + of_triple
-        features[child, 7] = SEEN + (mark_age(marks[0, token], now) if marked else 0)
-        features[child, 8] = SEEN + SEEN_AGES + (mark_age(marks[1, token], now) if marked else 0)
+        features[child, 7] = SEEN + (mark_age(marks[token], now) if token < len(marks) else 0)
         if own_features > OWN_FEATURES:
             features[child, OWN_FEATURES] = noise_feature(child_table, child, noise)
         total, strongest, best_source = np.float32(0.0), np.float32(-np.inf), source_count

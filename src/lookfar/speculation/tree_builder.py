@@ -22,18 +22,23 @@ from lookfar.core.heap import pop, push
 from lookfar.core.jit import inline_jit, jit
 from lookfar.core.tree import DraftTrees
 from lookfar.retrieval.recycle_table import RecycleArrays, RecycleTable
-from lookfar.speculation.acceptance import DRAFTS, SOURCE, AcceptanceModel, learn_along_path
+from lookfar.speculation.acceptance import (
+    DRAFTS,
+    MAX_CHILDREN,
+    ONE,
+    SOURCE,
+    AcceptanceModel,
+    learn_along_path,
+    to_chances,
+)
 from lookfar.speculation.evidence import (
     BEST_SOURCE,
     CHILD,
     DRAFTED,
-    MAX_CHILDREN,
-    ONE,
     OWN_FEATURES,
     PROPOSED_BY,
     Children,
     new_children,
-    rank_children,
     read_drafts,
     read_runner_ups,
     read_tables,
@@ -62,8 +67,7 @@ class DraftArrays(NamedTuple):
 
     def select(self, chosen: Ints) -> DraftArrays:
         """Return some of the drafts."""
-        tokens, scores, weights, sources, owners = self
-        return DraftArrays(tokens[chosen], scores[chosen], weights[chosen], sources[chosen], owners[chosen])
+        return DraftArrays._make(array[chosen] for array in self)
 
 
 class RootArrays(NamedTuple):
@@ -127,8 +131,7 @@ class Candidates:
 
     def learn(self, emitted: Int32s, starts: Int32s, acceptance: AcceptanceModel) -> None:
         """Teach the acceptance model which candidates came true: request b emitted `starts[b] … starts[b + 1]`."""
-        candidates = self.features, self.nodes, emitted, starts
-        learn_from_batch(acceptance.weights, acceptance.squares, candidates)
+        learn_from_batch(acceptance.weights, acceptance.squares, (self.features, self.nodes, emitted, starts))
 
     def trees(self, count: int, names: tuple[str, ...], batch: int) -> DraftTrees:
         """Return the best `count` candidates as trees of the `batch` requests of the step."""
@@ -158,10 +161,8 @@ class Workspace(NamedTuple):
 
 @jit
 def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
-    """Grow the trees of all requests from one heap. Returns the arrays of `Candidates`.
-
-    The arrays come as plain tuples, which numba unpacks in a fifth of the time that named tuples take.
-    """
+    """Grow the trees of all requests from one heap. Returns the arrays of `Candidates`."""
+    # The arrays come as plain tuples, which numba unpacks in a fifth of the time that named tuples take.
     drafts, roots, noise = DraftArrays(*arrays[0]), RootArrays(*arrays[1]), NoiseArrays(*arrays[2])
     table, limits = RecycleArrays(*arrays[3]), BuildLimits(*limits)
     batch = len(roots.about)
@@ -262,11 +263,10 @@ def expand(work, node, used, sources, weights, limits):  # type: ignore[no-untyp
     if parent < 0:
         row = roots.runner_ups[b], roots.runner_up_logits[b]
         count = read_runner_ups(row, child_table, count, sampling, vocab_size)
-    else:
-        rank_children(roots.runner_ups[b], child_table, count)
     nodes[node, FIRST], nodes[node, COUNT] = used, count
     features = work.features[used : used + count]
     weigh_children(children, count, (depth, *evidence), (table, sampling[0]), weights, features)
+    scale = to_chances(log_odds, count)
     for child in range(count):
         new = used + child
         nodes[new, OWNER], nodes[new, PARENT], nodes[new, TOKEN] = b, node, child_table[child, CHILD]
@@ -275,7 +275,7 @@ def expand(work, node, used, sources, weights, limits):  # type: ignore[no-untyp
         nodes[new, NUM_SOURCES] = child_table[child, PROPOSED_BY]
         if child >= drafted:
             nodes[new, LOW] = nodes[new, HIGH] = 0
-        chance = ONE / (ONE + np.exp(-log_odds[child]))
+        chance = scale * log_odds[child]
         scores[new], values[new] = scores[node] * chance, values[node] * chance
     return count
 
