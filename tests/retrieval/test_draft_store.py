@@ -94,7 +94,7 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
         (lambda data: data[: len(data) // 2], "cut short or damaged"),
         (lambda data: data[:-40] + bytes([data[-40] ^ 1]) + data[-39:], "cut short or damaged"),
         (lambda data: data + b"x", "cut short or damaged"),
-        (lambda data: data.replace(b'"version":"2"', b'"version":"9"'), "version 9 of the format.*upgrade"),
+        (lambda data: data.replace(b'"version":"3"', b'"version":"9"'), "version 9 of the format.*upgrade"),
         (lambda data: data.replace(b'"vocab_size":"100"', b'"vocab_size":"abc"'), "damaged"),
         (lambda data: data.replace(b"lookfar draft store", b"another format here"), "not a lookfar store: make one"),
         (lambda data: (2**62).to_bytes(8, "little") + data[8:], "cut short or damaged"),

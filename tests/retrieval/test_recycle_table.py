@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookfar.retrieval.recycle_table import TOP_K, RecycleTable, find_pair, pair_slot
+from lookfar.retrieval.recycle_table import (
+    TOP_K,
+    RecycleTable,
+    find_pair,
+    find_triple,
+    pair_slot,
+    store_prediction,
+)
 
 
 def learn(table: RecycleTable, before: int, token: int, first: int) -> None:
@@ -53,3 +60,17 @@ def test_memory_is_fixed_and_pairs_are_spread_over_the_slots() -> None:
 
 def test_a_vocabulary_smaller_than_a_row_of_the_table() -> None:
     assert RecycleTable(5, 4).arrays.token_ids.shape == (5, 5)
+
+
+def test_triples_are_told_apart() -> None:
+    table = RecycleTable(100, 1 << 10)
+    top, logits = np.arange(TOP_K, dtype=np.int32)[None], np.linspace(5, 0, TOP_K, dtype=np.float32)[None]
+    for first in range(5):
+        store_prediction(tuple(table.arrays), (first, 8, 9), (top + first, logits), 0)
+    store_prediction(tuple(table.arrays), (-1, 8, 9), (top + 50, logits), 0)  # the text begins with the pair
+    for first in range(5):
+        slot = find_triple(table.arrays.triple_keys, first, 8, 9)
+        assert table.arrays.triple_ids[slot, 0] == first
+    assert find_triple(table.arrays.triple_keys, 5, 8, 9) == -1
+    assert find_triple(table.arrays.triple_keys, -1, 8, 9) == -1
+    assert predicted_after(table, 8, 9) == 50

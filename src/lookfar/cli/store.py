@@ -51,6 +51,7 @@ def info(path: Out, as_json: options.Json = False) -> None:
         "tokens": int((contents.text != END).sum()),
         "texts": int((contents.text == END).sum()),
         "branches": len(contents.tokens),
+        "predictions": sum(len(array) for name, array in contents.beside.items() if name.endswith(".keys")),
         "vocabulary": header.vocab_size,
         "tokenizer": header.tokenizer[:16] or "unknown",
         "bytes": path.stat().st_size,
@@ -68,16 +69,18 @@ def info(path: Out, as_json: options.Json = False) -> None:
 def merge(out: Out, stores: Stores) -> None:
     """Merge several stores into OUT."""
     from lookfar.retrieval.draft_store import DraftStore
-    from lookfar.retrieval.store_file import read_store_file, write_store_file
+    from lookfar.retrieval.store_file import VERSION, read_store_file, write_store_file
 
     read = [read_store_file(path) for path in stores]
     first = read[0][0]
-    merged = DraftStore(first.vocab_size)
+    merged, beside = DraftStore(first.vocab_size), read[0][1].beside
     for path, (header, contents) in zip(stores, read, strict=True):
         if header.made_for != first.made_for:
             raise StoreError(f"{path} and {stores[0]} were made with different tokenizers: merge stores of one model.")
         merged.merge(contents, header.learned)
-    write_store_file(out, first._replace(learned=merged.provenance.dumps()), merged.contents())
+        beside = contents.beside or beside  # of the last store that has any
+    header = first._replace(version=VERSION, learned=merged.provenance.dumps())
+    write_store_file(out, header, merged.contents()._replace(beside=beside))
     options.say("Written", f"{out}, {merged.tokens} tokens of {len(stores)} stores", "green")
 
 

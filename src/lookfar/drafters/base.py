@@ -118,8 +118,8 @@ class BatchOutcome:
     texts: Seq[Seq[int]]  # already with the emitted tokens
     finished: Seq[bool]
     plan: FlatPlan
-    # [requests, 5] the place in the plan, the first row in the results, the row from which the last token was chosen,
-    # the last emitted token (-1 for none), and the token before the first row (-1 for none)
+    # [requests, 6] the place in the plan, the first row in the results, the row from which the last token was chosen,
+    # the last emitted token, the token before the first row, and the one before that (-1 for none)
     about: Ints
     top_ids: Int32s | None  # [all rows, k]
     top_logits: Floats | None

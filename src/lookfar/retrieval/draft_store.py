@@ -14,6 +14,7 @@ from lookfar.core.arrays import Floats, Int32s
 from lookfar.core.locks import fork_safe_lock
 from lookfar.errors import StoreError
 from lookfar.retrieval.provenance import Provenance
+from lookfar.retrieval.recycle_file import FileArrays
 from lookfar.retrieval.store_file import (
     VERSION,
     StoreContents,
@@ -45,6 +46,16 @@ class StoreSharing(Protocol):
         """Share another store from now on."""
 
 
+class StoreCompanion(Protocol):
+    """What drafters learn beside the texts of a store; it travels in the store's file (`DraftState`)."""
+
+    def export_learned(self) -> FileArrays:
+        """Return a copy as arrays, by name."""
+
+    def import_learned(self, arrays: FileArrays) -> None:
+        """Add what a file holds. Arrays of another version are ignored."""
+
+
 class DraftStore:
     """Past texts to draft from. Thread-safe: every look-up and every change holds one lock, briefly."""
 
@@ -62,6 +73,7 @@ class DraftStore:
         self.trie = CountedTrie(BRANCH_LENGTH, max_nodes)
         self.provenance = Provenance()
         self.sharing: StoreSharing | None = None
+        self.companion: StoreCompanion | None = None
         self._lock = fork_safe_lock()
 
     @property
@@ -162,13 +174,13 @@ class DraftStore:
 
     def contents(self) -> StoreContents:
         """Return a copy of what a file holds."""
+        beside = self.companion.export_learned() if self.companion is not None else {}
         with self._lock:
-            return StoreContents(self.index.text.copy(), *self.trie.counted())
+            return StoreContents(self.index.text.copy(), *self.trie.counted(), beside)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the store to a file; a file that is there already is replaced in one move."""
-        with self._lock:
-            contents, learned = self.contents(), self.provenance.dumps()
+        contents, learned = self.contents(), self.provenance.dumps()
         header = StoreHeader(VERSION, self.vocab_size, tokenizer_fingerprint(self.tokenizer), learned)
         write_store_file(Path(path), header, contents)
 
@@ -191,3 +203,5 @@ class DraftStore:
             self.provenance.loads(learned)
             self.index.extend(contents.text)
             self.trie.merge(CountedNodes(contents.tokens, contents.parents, contents.counts))
+            if self.companion is not None and contents.beside:
+                self.companion.import_learned(contents.beside)

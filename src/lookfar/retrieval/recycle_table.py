@@ -23,10 +23,19 @@ class RecycleArrays(NamedTuple):
     pair_keys: Ints  # [pairs] the pair that a slot holds, -1 for none; a power of two of them
     pair_ids: Int32s  # [pairs, k]
     pair_logits: Floats
+    triple_keys: Ints  # [triples] a hash of the three tokens, -1 for none
+    triple_ids: Int32s  # [triples, k]
+    triple_logits: Floats
+    times: Int32s  # [vocabulary + pairs + triples] when each row was learned
+    marks: Int32s  # [vocabulary] when a token was last part of a text; 0: never
+    clock: Int32s  # [2] steps and tokens of texts so far
 
 
 class RecycleTable:
-    """Predictions after every token of the vocabulary, and after `pairs` pairs; a new pair replaces a colliding one."""
+    """Predictions after every token of the vocabulary, and after `pairs` pairs and as many triples of tokens.
+
+    A new pair or triple replaces a colliding one.
+    """
 
     def __init__(self, vocab_size: int, pairs: int) -> None:
         k = min(SAMPLED_TOP_K, vocab_size)
@@ -36,6 +45,12 @@ class RecycleTable:
             np.full(pairs, -1, np.int64),
             np.full((pairs, k), -1, np.int32),
             np.zeros((pairs, k), np.float32),
+            np.full(pairs, -1, np.int64),
+            np.full((pairs, k), -1, np.int32),
+            np.zeros((pairs, k), np.float32),
+            np.zeros(vocab_size + 2 * pairs, np.int32),
+            np.zeros(vocab_size, np.int32),
+            np.ones(2, np.int32),
         )
 
     @property
@@ -99,13 +114,35 @@ def find_pair(keys, before, last):  # type: ignore[no-untyped-def]
     return slot if keys[slot] == (np.int64(before) << 32) | last else -1
 
 
+@jit
+def triple_key(first, before, last):  # type: ignore[no-untyped-def]
+    """Return a hash of three tokens, never negative."""
+    mixed = (np.uint64(first) * np.uint64(0x9E3779B97F4A7C15)) ^ (
+        (np.uint64(before) << np.uint64(32)) | np.uint64(last)
+    ) * np.uint64(0xC2B2AE3D27D4EB4F)
+    return np.int64((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(1))
+
+
+@jit
+def find_triple(keys, first, before, last):  # type: ignore[no-untyped-def]
+    """Return the slot of three tokens, or -1 if the table does not hold them."""
+    if first < 0 or before < 0 or not len(keys):
+        return -1
+    key = triple_key(first, before, last)
+    slot = key & (len(keys) - 1)
+    return slot if keys[slot] == key else -1
+
+
 @inline_jit
-def store_prediction(arrays, before, token, top, row):  # type: ignore[no-untyped-def]
-    """Fill the rows of a token and of a pair; -1 ends a row, and what lies behind it is never read."""
-    token_ids, token_logits, pair_keys, pair_ids, pair_logits = arrays
+def store_prediction(arrays, path, top, row):  # type: ignore[no-untyped-def]
+    """Fill the rows of the last token, pair and triple of `path`; -1 ends a row, what lies behind it is never read."""
+    token_ids, token_logits, pair_keys, pair_ids, pair_logits = arrays[:5]
+    triple_keys, triple_ids, triple_logits, times = arrays[5:9]
+    first, before, token = path
     top_ids, top_logits = top
-    k = top_ids.shape[1]
+    k, now = top_ids.shape[1], arrays[10][0]
     if 0 <= token < len(token_ids):
+        times[token] = now
         for j in range(k):
             token_ids[token, j], token_logits[token, j] = top_ids[row, j], top_logits[row, j]
         if k < token_ids.shape[1]:
@@ -113,16 +150,35 @@ def store_prediction(arrays, before, token, top, row):  # type: ignore[no-untype
         if before >= 0:
             slot = pair_slot(before, token, len(pair_keys))
             pair_keys[slot] = (np.int64(before) << 32) | token
+            times[len(token_ids) + slot] = now
             for j in range(k):
                 pair_ids[slot, j], pair_logits[slot, j] = top_ids[row, j], top_logits[row, j]
             if k < token_ids.shape[1]:
                 pair_ids[slot, k] = -1
+            if first >= 0:
+                key = triple_key(first, before, token)
+                slot = key & (len(triple_keys) - 1)
+                triple_keys[slot] = key
+                times[len(token_ids) + len(pair_keys) + slot] = now
+                for j in range(k):
+                    triple_ids[slot, j], triple_logits[slot, j] = top_ids[row, j], top_logits[row, j]
+                if k < token_ids.shape[1]:
+                    triple_ids[slot, k] = -1
 
 
 @jit
 def store_predictions(arrays, before, tokens, top_ids, top_logits):  # type: ignore[no-untyped-def]
     for i in range(len(tokens)):
-        store_prediction(arrays, before[i], tokens[i], (top_ids, top_logits), i)
+        store_prediction(arrays, (-1, before[i], tokens[i]), (top_ids, top_logits), i)
+
+
+@inline_jit
+def mark_token(arrays, token):  # type: ignore[no-untyped-def]
+    """Note a token that became part of a text."""
+    marks, clock = arrays[9], arrays[10]
+    clock[1] += 1
+    if 0 <= token < len(marks):
+        marks[token] = clock[1]
 
 
 @jit
@@ -131,20 +187,32 @@ def learn_rows(arrays, plan, about, top, runner_ups):  # type: ignore[no-untyped
     all_about, pending, nodes = plan
     top_ids, top_logits = top
     for i in range(len(about)):
-        place, start, last, emitted, before = about[i]
+        place, start, last, emitted, before, first = about[i]
         own = all_about[place]
         predict = max(own[PREDICT], 1) if own[COMPLETE] else own[PREDICT]
         if predict + own[NUM_NODES] == 0:
             continue
+        arrays[10][0] += 1
         tokens = pending[own[FIRST_PENDING] : own[FIRST_PENDING] + own[NUM_PENDING]]
-        for row in range(len(tokens) - predict, len(tokens)):
+        for row in range(len(tokens)):
             previous = tokens[row - 1] if row else before
-            store_prediction(arrays, previous, tokens[row], top, start + row)
+            earlier = tokens[row - 2] if row > 1 else before if row else first
+            if row >= len(tokens) - predict:
+                store_prediction(arrays, (earlier, previous, tokens[row]), top, start + row)
+            mark_token(arrays, tokens[row])
+        before = tokens[-2] if len(tokens) > 1 else before
         for node in range(own[FIRST_NODE], own[FIRST_NODE] + own[NUM_NODES]):
             parent = nodes[1, node]
-            previous = nodes[0, own[FIRST_NODE] + parent] if parent >= 0 else tokens[-1]
+            previous, earlier = tokens[-1], before
+            if parent >= 0:
+                previous, above = nodes[0, own[FIRST_NODE] + parent], nodes[1, own[FIRST_NODE] + parent]
+                earlier = nodes[0, own[FIRST_NODE] + above] if above >= 0 else tokens[-1]
             row = start + len(tokens) + node - own[FIRST_NODE]
-            store_prediction(arrays, previous, nodes[0, node], top, row)
+            store_prediction(arrays, (earlier, previous, nodes[0, node]), top, row)
+        node = last - start - len(tokens)
+        while node >= 0:
+            mark_token(arrays, nodes[0, own[FIRST_NODE] + node])
+            node = nodes[1, own[FIRST_NODE] + node]
         set_runner_ups(runner_ups[i], top_ids[last], top_logits[last], emitted)
 
 

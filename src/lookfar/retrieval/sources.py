@@ -28,6 +28,11 @@ class DraftSources:
             self._recycle_table = RecycleTable(self.vocab_size, PAIRS)
         return self._recycle_table
 
+    @property
+    def has_table(self) -> bool:
+        """Whether the recycle table was used."""
+        return self._recycle_table is not None
+
     def private_table(self) -> RecycleTable:
         """Return a recycle table for one request that leaves nothing behind."""
         return RecycleTable(self.vocab_size, PRIVATE_PAIRS)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy.typing as npt
+
 from lookfar.retrieval.draft_store import DraftStore
+from lookfar.retrieval.recycle_file import FileArrays, export_table, import_table
 from lookfar.retrieval.sources import DraftSources
-from lookfar.speculation.acceptance import AcceptanceModel
+from lookfar.retrieval.store_file import MODEL
+from lookfar.speculation.acceptance import LAYOUT, AcceptanceModel
 
 INITIAL_WINDOW_VALUE = 0.3  # tokens a step that window rows are credited with before they are tried
 
@@ -16,6 +22,7 @@ class DraftState:
         self.sources = DraftSources(vocab_size, store)
         self.window_value = INITIAL_WINDOW_VALUE
         self._acceptance: dict[tuple[tuple[str, ...], bool, bool], AcceptanceModel] = {}
+        self.store.companion = self
 
     @property
     def store(self) -> DraftStore:
@@ -38,6 +45,28 @@ class DraftState:
     def acceptance_models(self) -> list[AcceptanceModel]:
         """All models so far, to read their weights."""
         return list(self._acceptance.values())
+
+    def export_learned(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the recycle table and the acceptance models, to be kept in the store's file."""
+        found: dict[str, npt.NDArray[Any]] = {}
+        if self.sources.has_table:
+            found |= export_table(self.sources.recycle_table)
+        for (names, recycles, samples), model in self._acceptance.items():
+            name = f"{MODEL}{LAYOUT}.{'+'.join(names)}.{int(recycles)}{int(samples)}"
+            found |= {f"{name}.{part}": array.copy() for part, array in model.arrays.items()}
+        return found
+
+    def import_learned(self, arrays: FileArrays) -> None:
+        """Add what `export_learned` returned. Models with other features or sources than ours are left out."""
+        if any(name.startswith("recycle.") for name in arrays):
+            import_table(self.sources.recycle_table, arrays)
+        models = {name.rpartition(".")[0] for name in arrays if name.startswith(f"{MODEL}{LAYOUT}.")}
+        for name in models:
+            sources, _, kind = name.removeprefix(f"{MODEL}{LAYOUT}.").rpartition(".")
+            if kind in ("00", "01", "10", "11"):
+                model = AcceptanceModel(tuple(sources.split("+")) if sources else ())
+                if model.restore({part: arrays.get(f"{name}.{part}") for part in model.arrays}):
+                    self._acceptance[model.sources, kind[0] == "1", kind[1] == "1"] = model
 
     def update_window_value(self, gained: int | None) -> None:
         """Learn what window rows bring: the accepted tokens of a step that no other source proposed; None: not fed.

@@ -12,35 +12,43 @@ import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s
 from lookfar.core.jit import inline_jit, jit
-from lookfar.retrieval.recycle_table import TOP_K
+from lookfar.retrieval.recycle_table import TOP_K, find_pair, find_triple
 from lookfar.speculation.acceptance import (
     AGAINST,
+    CROSSED,
+    CROSSES,
     DEPTH,
     DEPTHS,
     DRAFTS,
     FOR,
     LEVEL_BOUNDS,
     LEVELS,
+    MAX_CHILDREN,
     NOISE,
     NOISE_BOUNDS,
     NOISE_LEVELS,
+    ONE,
     RUNNER_UP,
     RUNNER_UPS,
     SCORES,
+    SEEN,
+    SEEN_AGES,
     SHARES,
     SOURCE,
+    STATES,
     TABLE,
     TABLES,
 )
 
-ONE = np.float32(1.0)  # a literal would make the sums around it double precision, which takes a fifth longer
 MIN_SHARE = 0.005  # predictions that the noise leaves less of the probability than this are no candidates
-MAX_CHILDREN = 48  # candidates considered after one node
+MIDDLE = 5  # of the bounds of levels, where their search starts
+BITS: Int32s = np.array([1 + age.bit_length() for age in range(256)], np.int32)  # 1 + the length of a number in bits
 
-# Columns of the child table: how many drafts continue with the child, 1 + the level of its probability after the token
-# and after the pair, 1 + its rank among the runner-ups; 0 for none. Then the source with the strongest evidence (one
-# past the last for none), and how many sources propose the child, with recycled predictions and runner-ups as one.
-CHILD, DRAFTED, OF_TOKEN, OF_PAIR, RANK, BEST_SOURCE, PROPOSED_BY = range(7)
+# Columns of the child table: how many drafts continue with the child, 1 + the level of its probability after the token,
+# the pair and the triple, 1 + its rank among the runner-ups; 0 for none. Then the source with the strongest evidence
+# (one past the last for none), and how many sources propose the child, with recycled predictions and runner-ups as one.
+CHILD, DRAFTED, OF_TOKEN, OF_PAIR, OF_TRIPLE, RANK, BEST_SOURCE, PROPOSED_BY = range(8)
+OWN_FEATURES = 8  # beside noise and sources
 
 
 class Children(NamedTuple):
@@ -58,7 +66,7 @@ class Children(NamedTuple):
 @inline_jit
 def new_children(source_count, k):  # type: ignore[no-untyped-def]
     return Children(
-        np.zeros((MAX_CHILDREN, 7), np.int32),
+        np.zeros((MAX_CHILDREN, 8), np.int32),
         np.full((MAX_CHILDREN, source_count), -1, np.int32),
         np.zeros((MAX_CHILDREN, source_count), np.float32),
         np.zeros((source_count, SCORES), np.float32),
@@ -153,9 +161,43 @@ def read_table(row, children, count, column, sampling, limits):  # type: ignore[
     return count, level_of(ONE / total)
 
 
+@inline_jit
+def read_tables(table, path, children, count, sampling, limits):  # type: ignore[no-untyped-def]
+    """Add the recycled predictions after the last three tokens, the last two, and the last one of a path.
+
+    Returns the number of children, the level of the best prediction after the token, the pair and the triple, -1 for
+    none, and the ages of these rows.
+    """
+    earlier, before, last = path
+    pairs, triples = len(table.token_ids), len(table.token_ids) + len(table.pair_keys)
+    of_token, of_pair, of_triple, token_age, pair_age, triple_age, now = -1, -1, -1, 0, 0, 0, table.clock[0]
+    slot = find_triple(table.triple_keys, earlier, before, last)
+    if slot >= 0 and table.triple_ids[slot, 0] >= 0:
+        row = table.triple_ids[slot], table.triple_logits[slot]
+        triple_age = age_of(table.times[triples + slot], now)
+        count, of_triple = read_table(row, children, count, OF_TRIPLE, sampling, limits)
+    slot = find_pair(table.pair_keys, before, last)
+    if slot >= 0 and table.pair_ids[slot, 0] >= 0:
+        row = table.pair_ids[slot], table.pair_logits[slot]
+        pair_age = age_of(table.times[pairs + slot], now)
+        count, of_pair = read_table(row, children, count, OF_PAIR, sampling, limits)
+    if last < len(table.token_ids) and table.token_ids[last, 0] >= 0:
+        row = table.token_ids[last], table.token_logits[last]
+        token_age = age_of(table.times[last], now)
+        count, of_token = read_table(row, children, count, OF_TOKEN, sampling, limits)
+    return count, (of_token, of_pair, of_triple, token_age, pair_age, triple_age)
+
+
+@jit
+def age_of(time, now):  # type: ignore[no-untyped-def]
+    """Return how old a row of a table is: of the last step, of the last few, of this text, older."""
+    age = now - time  # negative after an overflow
+    return 3 if age < 0 or age > 48 else 0 if age <= 1 else 1 if age <= 6 else 2
+
+
 @jit
 def level_of(probability):  # type: ignore[no-untyped-def]
-    level = 0
+    level = 0 if probability >= LEVEL_BOUNDS[MIDDLE] else MIDDLE + 1
     while level < LEVELS - 1 and probability < LEVEL_BOUNDS[level]:
         level += 1
     return level
@@ -189,32 +231,60 @@ def noise_feature(child_table, child, noise):  # type: ignore[no-untyped-def]
     level = 0
     while level < NOISE_LEVELS - 1 and noise[token] > NOISE_BOUNDS[level]:
         level += 1
-    predicted = child_table[child, OF_TOKEN] + child_table[child, OF_PAIR] > 0
+    predicted = child_table[child, OF_TOKEN] + child_table[child, OF_PAIR] + child_table[child, OF_TRIPLE] > 0
     return NOISE + 1 + level + (NOISE_LEVELS if predicted else 0)
 
 
+@jit
+def state_of(level, best):  # type: ignore[no-untyped-def]
+    """Return what a table says of a child: `level` is 1 + its level, 0 for none, `best` that of the best prediction."""
+    return level if level or best < 0 else 1 + LEVELS + best
+
+
+@jit
+def mark_age(mark, now):  # type: ignore[no-untyped-def]
+    """Return how long ago a token was marked, by powers of two; 0: never."""
+    age = now - mark
+    if not mark:
+        return 0
+    if age < 256:
+        return BITS[age] if age >= 0 else SEEN_AGES - 1  # negative after an overflow
+    return min(BITS[min(age >> 8, 255)] + 8, SEEN_AGES - 1)
+
+
 @inline_jit
-def weigh_children(children, count, node, noise, weights, features):  # type: ignore[no-untyped-def]
+def weigh_children(children, count, node, known, weights, features):  # type: ignore[no-untyped-def]
     """Set the features of all children of a node and their log-odds, and clear their evidence for the next node.
 
-    `node` is its depth, and the levels of the best predictions after its token and after its pair, -1 for none.
+    `node` is its depth and what `read_tables` returned; `known` is the table, and the noise of the position.
     """
     child_table, match, support, present, best_scores, _, log_odds = children
-    depth, best_of_token, best_of_pair = node
+    depth, best_of_token, best_of_pair, best_of_triple, token_age, pair_age, triple_age = node
+    table, noise = known
+    marks, now = table.marks, table.clock[1]
     source_count = match.shape[1]
     own_features = features.shape[1] - source_count
     for child in range(count):
-        of_token, of_pair = child_table[child, OF_TOKEN], child_table[child, OF_PAIR]
+        of_token = state_of(child_table[child, OF_TOKEN], best_of_token)
+        of_pair = state_of(child_table[child, OF_PAIR], best_of_pair)
+        of_triple = state_of(child_table[child, OF_TRIPLE], best_of_triple)
+        token = child_table[child, CHILD]
         features[child, 0] = DEPTH + min(depth, DEPTHS - 1)
         features[child, 1] = RUNNER_UP + child_table[child, RANK]
-        features[child, 2] = TABLES + (of_token if of_token or best_of_token < 0 else 1 + LEVELS + best_of_token)
-        features[child, 3] = TABLES + TABLE + (of_pair if of_pair or best_of_pair < 0 else 1 + LEVELS + best_of_pair)
-        if own_features > 4:
-            features[child, 4] = noise_feature(child_table, child, noise)
+        features[child, 2] = TABLES + token_age * STATES + of_token
+        features[child, 3] = TABLES + TABLE + pair_age * STATES + of_pair
+        features[child, 4] = TABLES + 2 * TABLE + triple_age * STATES + of_triple
+        of_token, of_pair, of_triple = min(of_token, LEVELS + 1), min(of_pair, LEVELS + 1), min(of_triple, LEVELS + 1)
+        features[child, 5] = CROSSES + of_token * CROSSED + of_pair
+        features[child, 6] = CROSSES + CROSSED * CROSSED + of_pair * CROSSED + of_triple
+        features[child, 7] = SEEN + (mark_age(marks[token], now) if token < len(marks) else 0)
+        if own_features > OWN_FEATURES:
+            features[child, OWN_FEATURES] = noise_feature(child_table, child, noise)
         total, strongest, best_source = np.float32(0.0), np.float32(-np.inf), source_count
         for i in range(own_features):
             total += weights[features[child, i]]
-        proposed_by = min(child_table[child, RANK] + of_token + of_pair, 1)
+        predicted = child_table[child, OF_TOKEN] + child_table[child, OF_PAIR] + child_table[child, OF_TRIPLE]
+        proposed_by = min(child_table[child, RANK] + predicted, 1)
         for source in range(source_count):
             best, own = best_scores[source], match[child, source]
             kind = AGAINST + best if best >= 0 else 0

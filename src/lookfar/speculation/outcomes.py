@@ -96,7 +96,7 @@ class StepOutcomes:
             last, emitted = start + len(rows.pending) - 1, -1
             if walk is not None:
                 last, emitted = (last + 1 + walk.nodes[-1] if walk.nodes else last), walk.tokens[-1]
-            about.append((place, start, last, emitted, _token_before(request, rows)))
+            about.append((place, start, last, emitted, *_tokens_before(request, rows)))
             texts.append(ids)
             finished.append(request.is_finished)
         of_requests = np.array(about, np.int64)
@@ -144,16 +144,17 @@ class StepOutcomes:
         last = rows.node_row(len(rows.tree))
         if result.top_ids is None or result.top_logits is None or first == last:
             return None
-        before = _token_before(self.requests[place], rows)
+        before, _ = _tokens_before(self.requests[place], rows)
         tokens, previous = tokens_and_predecessors(rows.pending, rows.tree.tokens, rows.tree.parents, before)
         start = int(result.starts[place])
         at = slice(start + first, start + last)
         return Predictions(previous[first:], tokens[first:], result.top_ids[at], result.top_logits[at])
 
 
-def _token_before(request: SpeculatedRequest, rows: RequestPlan) -> int:
-    """Return the token before the first row of a step; -1 for none."""
-    return request.ids[request.source_length + rows.num_cached - 1] if rows.num_cached else -1
+def _tokens_before(request: SpeculatedRequest, rows: RequestPlan) -> tuple[int, int]:
+    """Return the token before the first row of a step and the one before that; -1 for none."""
+    ids, end = request.ids, request.source_length + rows.num_cached
+    return ids[end - 1] if rows.num_cached else -1, ids[end - 2] if rows.num_cached > 1 else -1
 
 
 @jit

@@ -20,6 +20,7 @@ from lookfar.speculation.acceptance import AcceptanceModel
 from lookfar.speculation.interface import SpeculatedRequest
 from lookfar.speculation.tree_builder import (
     BEFORE,
+    EARLIER,
     LAST,
     MAX_DEPTH,
     PLACE,
@@ -162,7 +163,8 @@ class Proposals:
             limits, urgency = limits[chosen], urgency[chosen]
             members = [members[i] for i in chosen]
         texts = [member.request.ids for member in members]
-        about: Int32s = np.empty((len(members), 4), np.int32)
+        about: Int32s = np.empty((len(members), 5), np.int32)
+        about[:, EARLIER] = [ids[-3] if len(ids) > 2 else -1 for ids in texts]
         about[:, BEFORE] = [ids[-2] if len(ids) > 1 else -1 for ids in texts]
         about[:, LAST] = [ids[-1] for ids in texts]
         about[:, MAX_DEPTH] = limits if max_depth is None else np.minimum(limits, max_depth)

@@ -21,22 +21,27 @@ from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.heap import pop, push
 from lookfar.core.jit import inline_jit, jit
 from lookfar.core.tree import DraftTrees
-from lookfar.retrieval.recycle_table import RecycleArrays, RecycleTable, find_pair
-from lookfar.speculation.acceptance import DRAFTS, SOURCE, AcceptanceModel, learn_along_path
+from lookfar.retrieval.recycle_table import RecycleArrays, RecycleTable
+from lookfar.speculation.acceptance import (
+    DRAFTS,
+    MAX_CHILDREN,
+    ONE,
+    SOURCE,
+    AcceptanceModel,
+    learn_along_path,
+    to_chances,
+)
 from lookfar.speculation.evidence import (
     BEST_SOURCE,
     CHILD,
     DRAFTED,
-    MAX_CHILDREN,
-    OF_PAIR,
-    OF_TOKEN,
-    ONE,
+    OWN_FEATURES,
     PROPOSED_BY,
     Children,
     new_children,
     read_drafts,
     read_runner_ups,
-    read_table,
+    read_tables,
     weigh_children,
 )
 
@@ -44,7 +49,9 @@ from lookfar.speculation.evidence import (
 # agree with its path, in an order of all drafts.
 OWNER, PARENT, TOKEN, DEPTH, TOP_SOURCE, NUM_SOURCES, FIRST, COUNT, LOW, HIGH = range(10)
 COLUMNS = 10
-BEFORE, LAST, MAX_DEPTH, PLACE = range(4)  # columns about a root
+# Columns about a root: its last two tokens (-1 for none), the deepest node to accept, its place in the step, and the
+# token before the last two, which may be left out.
+BEFORE, LAST, MAX_DEPTH, PLACE, EARLIER = range(5)
 SMALLEST = np.float32(1e-30)  # a score of drafts that are never accepted becomes 0
 SAFE_SHARE = 0.2  # of the least acceptance probability: a prediction that had so little before is no candidate
 
@@ -60,14 +67,13 @@ class DraftArrays(NamedTuple):
 
     def select(self, chosen: Ints) -> DraftArrays:
         """Return some of the drafts."""
-        tokens, scores, weights, sources, owners = self
-        return DraftArrays(tokens[chosen], scores[chosen], weights[chosen], sources[chosen], owners[chosen])
+        return DraftArrays._make(array[chosen] for array in self)
 
 
 class RootArrays(NamedTuple):
     """Where the trees of all requests begin."""
 
-    about: Int32s  # [batch, 4] the last two tokens (-1 for none), the deepest node to accept, the place in the step
+    about: Int32s  # [batch, 4 or 5] the columns above
     runner_ups: Int32s  # [batch, k] alternatives to the last token, -1 for none
     runner_up_logits: Floats  # [batch, k]
     urgency: Floats  # [batch] how much a token of each request counts
@@ -125,8 +131,7 @@ class Candidates:
 
     def learn(self, emitted: Int32s, starts: Int32s, acceptance: AcceptanceModel) -> None:
         """Teach the acceptance model which candidates came true: request b emitted `starts[b] … starts[b + 1]`."""
-        candidates = self.features, self.nodes, emitted, starts
-        learn_from_batch(acceptance.weights, acceptance.squares, candidates)
+        learn_from_batch(acceptance.weights, acceptance.squares, (self.features, self.nodes, emitted, starts))
 
     def trees(self, count: int, names: tuple[str, ...], batch: int) -> DraftTrees:
         """Return the best `count` candidates as trees of the `batch` requests of the step."""
@@ -156,10 +161,8 @@ class Workspace(NamedTuple):
 
 @jit
 def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
-    """Grow the trees of all requests from one heap. Returns the arrays of `Candidates`.
-
-    The arrays come as plain tuples, which numba unpacks in a fifth of the time that named tuples take.
-    """
+    """Grow the trees of all requests from one heap. Returns the arrays of `Candidates`."""
+    # The arrays come as plain tuples, which numba unpacks in a fifth of the time that named tuples take.
     drafts, roots, noise = DraftArrays(*arrays[0]), RootArrays(*arrays[1]), NoiseArrays(*arrays[2])
     table, limits = RecycleArrays(*arrays[3]), BuildLimits(*limits)
     batch = len(roots.about)
@@ -200,14 +203,14 @@ def new_workspace(drafts, noise, table, weights, limits):  # type: ignore[no-unt
     batch = len(noise.rows)
     size = batch + (limits.max_nodes + batch) * MAX_CHILDREN
     source_count = (len(weights) - DRAFTS) // SOURCE
-    # Features: depth, runner-up, token, pair, noise if it is known, and one for each source.
+    # Noise, if it is known, and every source have a feature each.
     noisy = 1 if noise.rows.max() >= 0 and noise.upcoming.shape[1] > 0 else 0
     order = np.empty(len(drafts.tokens), np.int32)
     return Workspace(
         np.empty((size, COLUMNS), np.int32),
         np.empty(size, np.float32),
         np.empty(size, np.float32),
-        np.empty((size, 4 + noisy + source_count), np.int32),
+        np.empty((size, OWN_FEATURES + noisy + source_count), np.int32),
         order,
         np.empty_like(order),
         np.empty_like(order),
@@ -250,39 +253,44 @@ def expand(work, node, used, sources, weights, limits):  # type: ignore[no-untyp
     vocab_size, min_share = limits.vocab_size, np.float32(limits.min_score * SAFE_SHARE) / value
     nodes, scores, values, children = work.nodes, work.scores, work.values, work.children
     child_table, log_odds = children.child_table, children.log_odds
-    b, parent, last, depth = nodes[node, OWNER], nodes[node, PARENT], nodes[node, TOKEN], nodes[node, DEPTH]
+    b, parent, depth = nodes[node, OWNER], nodes[node, PARENT], nodes[node, DEPTH]
     low, high = nodes[node, LOW], nodes[node, HIGH]
     drafted = read_drafts(drafts, work.order[low:high], work.group[low:high], depth, vocab_size, children)
     sort_drafts(work, node, used, drafted)
     sampling = noise_at(noise, b, depth, work.no_noise), noise.temperatures[b]
-    count, best_of_pair, best_of_token = drafted, -1, -1
-    before = nodes[parent, TOKEN] if parent >= 0 else roots.about[b, BEFORE]
-    pair = find_pair(table.pair_keys, before, last)
-    if pair >= 0 and table.pair_ids[pair, 0] >= 0:
-        row = table.pair_ids[pair], table.pair_logits[pair]
-        count, best_of_pair = read_table(row, children, count, OF_PAIR, sampling, (min_share, vocab_size))
-    if last < len(table.token_ids) and table.token_ids[last, 0] >= 0:
-        row = table.token_ids[last], table.token_logits[last]
-        count, best_of_token = read_table(row, children, count, OF_TOKEN, sampling, (min_share, vocab_size))
+    path = path_before(nodes, roots.about, node)
+    count, evidence = read_tables(table, path, children, drafted, sampling, (min_share, vocab_size))
     if parent < 0:
         row = roots.runner_ups[b], roots.runner_up_logits[b]
         count = read_runner_ups(row, child_table, count, sampling, vocab_size)
     nodes[node, FIRST], nodes[node, COUNT] = used, count
-    levels, features = (depth, best_of_token, best_of_pair), work.features[used : used + count]
-    weigh_children(children, count, levels, sampling[0], weights, features)
+    features = work.features[used : used + count]
+    weigh_children(children, count, (depth, *evidence), (table, sampling[0]), weights, features)
+    scale = to_chances(log_odds, count)
     for child in range(count):
         new = used + child
         nodes[new, OWNER], nodes[new, PARENT], nodes[new, TOKEN] = b, node, child_table[child, CHILD]
         nodes[new, DEPTH], nodes[new, FIRST], nodes[new, COUNT] = depth + 1, -1, 0
-        nodes[new, TOP_SOURCE], nodes[new, NUM_SOURCES] = (
-            child_table[child, BEST_SOURCE],
-            child_table[child, PROPOSED_BY],
-        )
+        nodes[new, TOP_SOURCE] = child_table[child, BEST_SOURCE]
+        nodes[new, NUM_SOURCES] = child_table[child, PROPOSED_BY]
         if child >= drafted:
             nodes[new, LOW] = nodes[new, HIGH] = 0
-        chance = ONE / (ONE + np.exp(-log_odds[child]))
+        chance = scale * log_odds[child]
         scores[new], values[new] = scores[node] * chance, values[node] * chance
     return count
+
+
+@inline_jit
+def path_before(nodes, about, node):  # type: ignore[no-untyped-def]
+    """Return the last three tokens up to a node, -1 for none."""
+    b, parent, earlier = nodes[node, OWNER], nodes[node, PARENT], np.int32(-1)
+    before = about[b, BEFORE]
+    if parent >= 0:
+        above, before = nodes[parent, PARENT], nodes[parent, TOKEN]
+        earlier = nodes[above, TOKEN] if above >= 0 else about[b, BEFORE]
+    elif about.shape[1] > EARLIER:
+        earlier = about[b, EARLIER]
+    return earlier, before, nodes[node, TOKEN]
 
 
 @inline_jit
