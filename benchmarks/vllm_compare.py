@@ -25,8 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lookfar.integrations.vllm import RequestIds
-
+# vLLM 0.32 fails to start on a CPU if its worker has imported numba before, and it imports this module: so lookfar is
+# imported in functions only.
 SUITES = ("mt_bench", "gsm8k", "edit_eval", "humaneval", "xsum", "dolly", "mbpp", "clapnq")
 METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -35,32 +35,6 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "lookfar": {"method": "custom_class", "model": "lookfar.integrations.vllm.Proposer"},
 }
 BATCHES = (1, 16, 64)
-
-
-class TimedWorker(RequestIds):
-    """A worker extension that times the calls of any proposer."""
-
-    timed_calls: list[tuple[int, float]]
-
-    def time_calls(self) -> None:
-        """Start to note how many requests each call had that wanted a draft, and its seconds."""
-        self.timed_calls = []
-        drafter = self.model_runner.drafter
-        propose = drafter.propose
-
-        def timed(*arguments: Any, **named: Any) -> Any:
-            sampled = next(each for each in arguments if isinstance(each, list))
-            start = perf_counter()
-            found = propose(*arguments, **named)
-            self.timed_calls.append((sum(1 for tokens in sampled if tokens), perf_counter() - start))
-            return found
-
-        drafter.propose = timed
-
-    def take_calls(self) -> list[tuple[int, float]]:
-        """Return the calls since the last time."""
-        found, self.timed_calls = self.timed_calls, []
-        return found
 
 
 class Engine:
@@ -75,7 +49,7 @@ class Engine:
         options: dict[str, Any] = {}
         if speculation is not None:
             options["speculative_config"] = {**speculation, "num_speculative_tokens": draft}
-            options["worker_extension_cls"] = "vllm_compare.TimedWorker"
+            options["worker_extension_cls"] = "vllm_timing.TimedWorker"
         self.llm: Any = LLM(
             str(demo_model()),
             dtype="float32",

@@ -57,6 +57,7 @@ class Process:
         return self._process.wait(60)
 
     def kill(self) -> None:
+        """End the process as a crash would."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -101,6 +102,11 @@ class Proxy(Process):
             config.write_text(nginx_config(folder, port, places))
             command, environment = ["nginx", "-e", "stderr", "-c", str(config)], {}
         super().__init__(command, folder / f"{name}.log", f"{self.url}/version", environment)
+
+    def kill(self) -> None:
+        """End the proxy; nginx then ends its workers, which would outlive it otherwise."""
+        self.send(signal.SIGTERM)
+        self.wait()
 
 
 def nginx_config(folder: Path, port: int, places: list[str]) -> str:
