@@ -303,7 +303,7 @@ def test_prefills_teach_the_controller_nothing() -> None:
     seen = rows_of(engine, [automatic(PROMPTS[4])])
     assert len(PROMPTS[4]) > 8
     assert len(learned) == len(seen) - 2  # the first one also prefilled, and none follows the last
-    assert all(tokens >= 1 and seconds > 0 for _, tokens, seconds in learned)
+    assert all(tokens >= 1 and seconds > 0 and cost > 0 for _, tokens, seconds, cost in learned)
 
 
 def test_windows_that_bring_nothing_are_left_out_and_tried_again() -> None:

@@ -10,6 +10,7 @@ needs many steps for a decision and a large batch needs few.
 from __future__ import annotations
 
 from collections import deque
+from math import exp, log
 from statistics import median
 
 from lookfar.speculation.cost_file import Experience
@@ -20,6 +21,8 @@ EARLY_STEPS = 24  # steps, divided by the requests, after which a rate that is c
 MAX_EARLY = 8
 MIN_STEPS = 3  # however many requests there are
 BASE_STEPS = 6  # steps without speculation that tell their rate: each emits one token per request
+RECENT_STEPS = 12  # steps whose times count: the load of a machine changes
+MAX_TRIALS, PRIOR_TRIALS = 8, 0.25  # trials that the slowdown is averaged over, and what a slowdown of 1 is worth
 OUTLIER = 3.0  # times the median: what a single step counts as at the most
 CLEARLY_SLOWER = 0.8  # of the other rate
 REGRET = 0.01  # of the time may be lost to trials
@@ -28,11 +31,17 @@ NEXT_REQUEST = 32  # steps after which the next request tries speculation, if th
 
 
 class Rate:
-    """Recent tokens per second. Single steps may wait for anything: none counts as more than a few usual ones."""
+    """Recent tokens per second.
+
+    Tokens and costs are averaged over many steps, because speculative steps differ. How a step's time compares with its
+    cost is taken from the last ones alone, because the load of the machine changes. Single steps may wait for anything:
+    none counts as more than a few usual ones.
+    """
 
     def __init__(self, steps: int) -> None:
         self._tokens: deque[float] = deque(maxlen=steps)
-        self._seconds: deque[float] = deque(maxlen=steps)
+        self._costs: deque[float] = deque(maxlen=steps)
+        self._slowness: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -41,21 +50,52 @@ class Rate:
     def is_full(self) -> bool:
         return len(self._tokens) == self._tokens.maxlen
 
-    def add(self, tokens: float, seconds: float) -> None:
+    def add(self, tokens: float, seconds: float, cost: float) -> None:
+        """Add a step: its tokens, its seconds, and the seconds that the cost curve expects of it."""
         self._tokens.append(tokens)
-        self._seconds.append(seconds)
+        self._costs.append(cost)
+        self._slowness.append(seconds / cost)
+
+    @property
+    def slowness(self) -> float:
+        """How many times longer than expected the last steps took."""
+        if not self._slowness:
+            return 1.0
+        longest = OUTLIER * median(self._slowness)
+        return sum(min(slowness, longest) for slowness in self._slowness) / len(self._slowness)
 
     @property
     def seconds(self) -> float:
         """Of a step."""
-        if not self._seconds:
-            return 0.0
-        longest = OUTLIER * median(self._seconds)
-        return sum(min(seconds, longest) for seconds in self._seconds) / len(self._seconds)
+        return sum(self._costs) / len(self._costs) * self.slowness if self._costs else 0.0
+
+    @property
+    def per_cost(self) -> float:
+        """Tokens over the seconds that the cost curve expects."""
+        return sum(self._tokens) / sum(self._costs) if self._costs else 0.0
 
     @property
     def value(self) -> float:
-        return sum(self._tokens) / (len(self._tokens) * self.seconds) if self._tokens else 0.0
+        return self.per_cost / self.slowness
+
+
+class Slowdown:
+    """How many times longer speculative steps take than others of the same cost: what the host adds, for example.
+
+    Measured in trials and averaged over them, because the load may have changed in the middle of one.
+    """
+
+    def __init__(self) -> None:
+        self._log = self._trials = 0.0
+
+    @property
+    def value(self) -> float:
+        return exp(self._log)
+
+    def learn(self, speculative: Rate, base: Rate) -> None:
+        """Learn from a trial."""
+        self._trials = min(self._trials + 1, MAX_TRIALS)
+        self._log += (log(speculative.slowness / base.slowness) - self._log) / (self._trials + PRIOR_TRIALS)
 
 
 class SpeculationController:
@@ -68,10 +108,12 @@ class SpeculationController:
         self._steps = {True: max(MIN_STEPS, SPECULATIVE_STEPS // requests), False: BASE_STEPS}
         self._early = min(max(MIN_STEPS, EARLY_STEPS // requests), MAX_EARLY)
         self._rates = {mode: Rate(steps) for mode, steps in self._steps.items()}
+        self._slowdown = Slowdown()
         self._wait = self._steps[True] if self.speculating else MIN_INTERVAL  # steps until the other mode is tried
         self._interval = MIN_INTERVAL
         self._since = 0  # steps since the last trial
         self._trial = 0  # steps left of a trial of the other mode
+        self._after = 0  # steps of the usual mode until the trial is judged
         self._tried = False  # whether steps without speculation were tried for this request
         self._alone = requests == 1
         # The cost of steps is measured with one request, so the expected rate of a batch is not to be relied on.
@@ -82,7 +124,7 @@ class SpeculationController:
 
         `base_rate` is the expected rate of steps without speculation if the host took no time.
         """
-        if not self._trial and self._should_try(base_rate):
+        if not (self._trial or self._after) and self._should_try(base_rate):
             self._must_try, self._tried = False, True
             other = not self.speculating
             self._trial = self._steps[other]
@@ -95,8 +137,8 @@ class SpeculationController:
         enough = self.speculating and not self._tried and self._wait % self._early == 0 and len(rate) >= self._early
         if enough and rate.value < CLEARLY_SLOWER * base_rate:
             return True
-        if self.speculating and self._since >= MIN_INTERVAL and rate.is_full and rate.value < self._rates[False].value:
-            return True  # slower than steps without speculation were at the last trial: other texts, perhaps
+        if self.speculating and self._since >= MIN_INTERVAL and rate.is_full and self._speed_up < 1:
+            return True  # other texts, perhaps
         if self._wait > 0:
             return False
         if not self.speculating or self._must_try or base_rate > rate.value:
@@ -104,26 +146,47 @@ class SpeculationController:
         self._wait = self._early  # look again a little later
         return False
 
-    def learn(self, speculated: bool, tokens: float, seconds: float) -> None:
-        """Learn from a step: its tokens and its seconds."""
-        self._rates[speculated].add(tokens, seconds)
-        if not self._trial:
+    @property
+    def _speed_up(self) -> float:
+        """The rate of speculative steps over that of others, whatever the load of the machine."""
+        speculative, base = self._rates[True], self._rates[False]
+        return speculative.per_cost / (base.per_cost * self._slowdown.value) if len(base) else 1.0
+
+    def learn(self, speculated: bool, tokens: float, seconds: float, cost: float = 1.0) -> None:
+        """Learn from a step: its tokens, its seconds, and the seconds that the cost curve expects of it."""
+        self._rates[speculated].add(tokens, seconds, cost)
+        if self._trial:
+            if speculated != self.speculating:
+                self._learn_in_trial()
+        elif self._after:
+            self._after -= 1
+            if not self._after:
+                self._choose()
+        else:
             self._wait -= 1
             self._since += 1
-        elif speculated != self.speculating:
-            self._trial -= 1
-            tried = self._rates[speculated]
-            slower = tried.value < CLEARLY_SLOWER * self._rates[not speculated].value
-            if len(tried) == self._early and slower:
-                self._trial = 0
-            if not self._trial:
+
+    def _learn_in_trial(self) -> None:
+        """Count a step of a trial, which ends sooner if it is clearly slower, and is judged at once if it is clear."""
+        self._trial -= 1
+        tried, usual = self._rates[not self.speculating], self._rates[self.speculating]
+        by_costs = 1 / self._speed_up if self.speculating else self._speed_up
+        ratios = tried.value / usual.value, by_costs
+        if len(tried) == self._early and max(ratios) < CLEARLY_SLOWER:
+            self._trial = 0
+        if not self._trial:
+            if max(ratios) < CLEARLY_SLOWER or min(ratios) > 1 / CLEARLY_SLOWER:
                 self._choose()
+            else:  # with steps of the usual mode behind it as well, a load that rises or falls affects both modes
+                self._after = self._early
 
     def _choose(self) -> None:
         """Keep the faster mode after a trial."""
-        faster = self._rates[True].value >= self._rates[False].value
+        self._slowdown.learn(self._rates[True], self._rates[False])
+        speed_up = self._speed_up
+        faster = speed_up >= 1
         kept, other = self._rates[faster], self._rates[not faster]
-        lost = len(other) * other.seconds * (1 - other.value / kept.value) if kept.value else 0.0
+        lost = len(other) * other.seconds * (1 - min(speed_up, 1 / speed_up))
         least = 2 * self._interval if faster == self.speculating else MIN_INTERVAL
         self._interval = int(min(max(least, lost / max(REGRET * kept.seconds, 1e-9)), MAX_INTERVAL))
         self._wait, self._since = self._interval, 0

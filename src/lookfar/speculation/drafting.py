@@ -100,6 +100,7 @@ class Drafts:
     members: Seq[Member]
     urgency: Floats  # of the members
     trees: DraftTrees | None = None  # of all requests, if they lie behind each other
+    expected: float | None = 0.0  # accepted tokens, by the urgency of their requests; None: not known
 
 
 @dataclass
@@ -164,7 +165,8 @@ class Drafting(DraftingBatch):
             if drafts.groups:
                 step.count_rows()
             drafted = [build_group(proposals, sources, (group.budget, prices), step) for sources in group.sources]
-            counts = choose_rows(drafted, group.members, group.budget, step, prices)
+            counts, expected = choose_rows(drafted, group.members, group.budget, step, prices)
+            drafts.expected = (drafts.expected or 0.0) + expected
             for one, count in zip(drafted, counts, strict=True):
                 one.choose(count, len(step.plans))
             trees = set_trees(drafted, step.plans)
@@ -189,7 +191,7 @@ class Drafting(DraftingBatch):
             width = rows.settle(width, self.replay)
         for one, own in zip(drafted, chains, strict=True):
             one.choose_chains(own, width, len(step.plans))
-        return Drafts(drafted, self.members, proposals.urgency, set_trees(drafted, step.plans))
+        return Drafts(drafted, self.members, proposals.urgency, set_trees(drafted, step.plans), expected=None)
 
 
 def build_group(
@@ -222,10 +224,10 @@ def choose_rows(
     budget: RowBudget,
     step: StepRows,
     prices: Prices,
-) -> list[int]:
+) -> tuple[list[int], float]:
     """Choose the best candidates of all groups within the budget, and feed windows if they pay.
 
-    Returns how many candidates of each group are verified, best first.
+    Returns how many candidates of each group are verified, best first, and how many tokens are expected of them.
     """
     ranking, group_of = merge(groups, budget.max_nodes(step))
     windows = NO_WINDOWS
@@ -239,9 +241,10 @@ def choose_rows(
     if with_windows:
         for member in members:
             step.plans[member.place].windows = tuple(member.windows)
+    expected = float(ranking.gains[:count].sum())
     if len(groups) == 1:
-        return [count]
-    return [int(number) for number in np.bincount(group_of[:count], minlength=len(groups))]
+        return [count], expected
+    return [int(number) for number in np.bincount(group_of[:count], minlength=len(groups))], expected
 
 
 def merge(groups: Seq[DraftedGroup], most: int) -> tuple[Ranking, Ints]:

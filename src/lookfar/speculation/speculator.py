@@ -40,7 +40,11 @@ class StepRecord:
 
     @property
     def weighted_tokens(self) -> float:
-        """The tokens that the step emitted, by the urgency of their requests."""
+        """The tokens of the step, by the urgency of their requests: the mean of those that were expected and emitted.
+
+        What comes differs from step to step, and what was expected is right on average: their mean tells sooner what
+        speculation is worth.
+        """
         emitted = [len(walk.tokens) if walk is not None else 0 for walk in self.walks]
         if self.drafts is None:
             return float(sum(emitted))
@@ -49,7 +53,8 @@ class StepRecord:
             for member, urgency in zip(self.drafts.members, self.drafts.urgency.tolist(), strict=True)
             if emitted[member.place]
         )
-        return float(sum(map(bool, emitted)) + extra)
+        expected = self.drafts.expected
+        return float(sum(map(bool, emitted)) + (extra if expected is None else (extra + expected) / 2))
 
 
 class Speculator:
@@ -210,7 +215,9 @@ class Speculator:
         step, self._step = self._step, None
         if step is None or step.controller is None or step.prefills or step.result is None or not step.result.is_warm:
             return
-        step.controller.learn(step.speculates, step.weighted_tokens, now - step.batch.started)
+        assert self.costs is not None
+        cost = float(self.costs.table(step.result.num_rows)[step.result.num_rows])
+        step.controller.learn(step.speculates, step.weighted_tokens, now - step.batch.started, cost)
         if step.speculates and step.plan is not None:
             step.controller.host.learn(sum(step.plan.lengths), step.batch.host_seconds)
 
