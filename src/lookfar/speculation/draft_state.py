@@ -51,7 +51,7 @@ class DraftState:
         found: dict[str, npt.NDArray[Any]] = {}
         if self.sources.has_table:
             found |= export_table(self.sources.recycle_table)
-        for (names, recycles, samples), model in self._acceptance.items():
+        for (names, recycles, samples), model in list(self._acceptance.items()):  # the driver may add one
             name = f"{MODEL}{LAYOUT}.{'+'.join(names)}.{int(recycles)}{int(samples)}"
             found |= {f"{name}.{part}": array.copy() for part, array in model.arrays.items()}
         return found
