@@ -14,6 +14,7 @@ import numpy as np
 
 from lookfar.drafters.suffix import PROMPT_TAIL
 from lookfar.retrieval.draft_store import DraftStore
+from lookfar.speculation.chain_builder import TokenRows
 from lookfar.speculation.chain_proposer import ChainProposer
 
 Text = tuple[list[int], list[int]]  # prompt and answer
@@ -49,13 +50,14 @@ def answer(proposer: ChainProposer, text: Text) -> tuple[int, int]:
     """Decode a text again; returns its tokens and steps. The first token comes with the prompt, without a draft."""
     prompt, output = text
     index = proposer.new_text(MAX_LENGTH)
-    new = [*prompt, output[0]]
+    whole, place = np.array([[*prompt, *output]], np.int32), np.zeros(1, np.int64)
+    new = output[:1]
     done, steps = 1, 1
     while done < len(output):
-        room = np.array([len(output) - done], np.int32)
-        emitted = np.array([1 if done == 1 else len(new)], np.int32)
-        (found,) = proposer.propose([index], [np.array(new, np.int32)], emitted, room)
-        draft = found[found >= 0].tolist()
+        rows = TokenRows(whole, place, place + len(prompt) + done)
+        room = np.array([len(output) - done], np.int64)
+        found = proposer.propose([index], rows, np.array([len(new)], np.int64), room)
+        draft = found.tokens[0, : found.lengths[0]].tolist()
         right = 0
         while right < len(draft) and done + right < len(output) - 1 and draft[right] == output[done + right]:
             right += 1

@@ -26,20 +26,23 @@ def world_size() -> int:
 
 def own_rank() -> int:
     """Return the rank of this process; 0 without torchrun."""
-    return _number("RANK", 0)
+    return _number("RANK", 0) if world_size() > 1 else 0
 
 
 def find_ranks(device: str | None) -> Ranks:
     """Return the place of this process. `device` is what was asked for; by default each rank takes a GPU of its own."""
     size = world_size()
-    if size == 1:
+    if size <= 1:
         return Ranks()
     missing = [name for name in NEEDED if name not in os.environ]
     if missing:
         raise ConfigError(
             f"WORLD_SIZE is {size}, but {missing[0]} is not set: start the ranks with torchrun, or unset WORLD_SIZE."
         )
-    return Ranks(own_rank(), size, _own_device(device))
+    rank = own_rank()
+    if rank >= size:
+        raise ConfigError(f"RANK is {rank} and WORLD_SIZE is {size}: start the ranks with torchrun.")
+    return Ranks(rank, size, _own_device(device))
 
 
 def _own_device(device: str | None) -> str:

@@ -55,7 +55,15 @@ def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result.exit_code == 0
         text = result.stdout.replace(str(Path("user:hunter2@host")), "")  # the cache directory itself
         assert "hunter2" not in text
-        assert "redis://cache.example" in text
+        assert "redis://… (the rest is not shown)" in text
+    for url in (
+        "redis://tok/hunter2@host",
+        "redis://:p[hunter2@host",
+        "host:1?password=hunter2",
+        "redis://u:hunter2℀@host",
+    ):
+        assert "hunter2" not in str(diagnosis.environment({"LOOKFAR_SHARE": url}))
+    assert diagnosis.environment({"LOOKFAR_SHARE": "redis://host:1"}) == {"LOOKFAR_SHARE": "redis://host:1"}
     shown = diagnosis.environment(secrets)
     assert shown["CUDA_VISIBLE_DEVICES"] == "0"
     assert shown["HF_TOKEN"] == "(set, not shown)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from families import tiny_model
 from helpers import oracle, random_prompts, reference
 from lookfar.drafters.scripted import Scripted
-from lookfar.errors import LookfarError, RankError
+from lookfar.errors import LookfarError, ModelError, RankError
 from lookfar.lm import LM
 from lookfar.parallel import attach, follow, load, use_ranks
 from lookfar.parallel.follower import Follower
@@ -199,6 +200,11 @@ def attached(family: str = "llama", other: str = "") -> Any:
         lm.generate(PROMPTS[0])
     if other == "generates":
         follow(lm)
+    if other == "changes":
+        with torch.no_grad():
+            next(iter(model.parameters())).add_(1e-3)
+        with suppress(ModelError):  # the second request is refused like the first one
+            lm.generate(PROMPTS[0], max_new_tokens=NEW)
     tokens = lm.generate(PROMPTS[0], max_new_tokens=NEW).token_ids
     return {"right": tokens == reference(model, PROMPTS[0], NEW), "kind": lm.engine.runner.name}
 

@@ -7,7 +7,7 @@ import torch
 
 from lookfar import parallel
 from lookfar.errors import ConfigError
-from lookfar.ranks import Ranks, find_ranks
+from lookfar.ranks import Ranks, find_ranks, own_rank
 from lookfar.testing import tiny_model
 
 TORCHRUN = {
@@ -59,6 +59,14 @@ def test_a_world_size_without_torchrun(torchrun: pytest.MonkeyPatch, name: str) 
     torchrun.delenv(name)
     with pytest.raises(ConfigError, match=f"WORLD_SIZE is 2, but {name} is not set: start the ranks with torchrun"):
         find_ranks("cpu")
+
+
+def test_a_rank_without_a_world_size_is_no_rank(torchrun: pytest.MonkeyPatch) -> None:
+    torchrun.setenv("RANK", "1")
+    torchrun.delenv("WORLD_SIZE")
+    assert own_rank() == 0
+    torchrun.setenv("WORLD_SIZE", "1")
+    assert own_rank() == 0
 
 
 def test_a_world_size_that_is_no_number(torchrun: pytest.MonkeyPatch) -> None:

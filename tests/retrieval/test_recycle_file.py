@@ -18,6 +18,7 @@ from lookfar.retrieval.recycle_file import export_table, import_table, plausible
 from lookfar.retrieval.recycle_table import RecycleTable, find_pair, find_triple, store_prediction
 from lookfar.retrieval.store_file import VERSION, StoreHeader, read_store_file, write_store_file
 from lookfar.speculation.draft_state import DraftState
+from lookfar.speculation.evidence import age_of
 
 VOCAB = 50
 rows = st.lists(
@@ -58,6 +59,25 @@ def test_a_table_comes_back_as_it_was(learned: list[tuple[int, int, int, int]]) 
         assert predicted(other, first, before, token) == predicted(table, first, before, token)
         known = predicted(table, first, before, token)
         assert all(row in known for row in predicted(smaller, first, before, token))
+
+
+def test_rows_that_a_file_cannot_hold_are_left_out() -> None:
+    """A model's logits may be NaN; the store's file stays readable."""
+    table = RecycleTable(VOCAB, 64)
+    learn(table, 1, 2, 3, 4)
+    learn(table, 4, 5, 6, 4)
+    table.arrays.token_logits[3, 1] = np.nan
+    exported = export_table(table)
+    assert plausible_table(exported, VOCAB)
+    assert exported["recycle.token.keys"].tolist() == [6]
+
+
+def test_rows_of_a_file_are_old() -> None:
+    table, other = RecycleTable(VOCAB, 64), RecycleTable(VOCAB, 64)
+    learn(table, 1, 2, 3, 4)
+    import_table(other, export_table(table))
+    now, times = other.arrays.clock[0], other.arrays.times
+    assert [age_of(time, now) for time in times[times != 0]] == [3, 3, 3]
 
 
 def test_an_empty_table_and_an_empty_file() -> None:

@@ -118,6 +118,15 @@ def test_a_load_that_changes_does_not_switch_it_off(seed: int) -> None:
     assert speculated > 3000  # it pays: 1.5 tokens for 1.23 times the time
 
 
+def test_steps_without_tokens_teach_nothing() -> None:
+    """All requests of a step may fail, in the middle of a trial too."""
+    controller = SpeculationController()
+    for step in range(400):
+        speculates = controller.decide(1.1)
+        controller.learn(speculates, 0 if step % 3 else 1, 3.0 if speculates else 1.0)
+    assert not controller.speculating
+
+
 def test_many_requests_decide_sooner() -> None:
     controller = SpeculationController(32)
     run(controller, 40, (7.0, 1.0), 2, expected=1.1)

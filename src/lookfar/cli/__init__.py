@@ -26,7 +26,7 @@ from lookfar.errors import ConfigError, LookfarError, LookfarWarning, RankError
 from lookfar.ranks import own_rank, world_size
 from lookfar.version import __version__
 
-ON_RANKS = ("generate", "chat", "compare", "explain", "serve")  # commands that torchrun can start
+ON_RANKS = ("generate", "chat", "compare", "explain", "serve", "doctor")  # commands that torchrun can start
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -76,7 +76,9 @@ def _root(
     if context.invoked_subcommand is None:
         Console(highlight=False).print(WELCOME, soft_wrap=True)
     elif world_size() > 1 and context.invoked_subcommand not in ON_RANKS:
-        raise ConfigError(f"lookfar {context.invoked_subcommand} runs in one process: start it without torchrun.")
+        raise ConfigError(
+            f"lookfar {context.invoked_subcommand} runs in one process: start it without torchrun, or unset WORLD_SIZE."
+        )
 
 
 def main() -> None:
@@ -87,7 +89,7 @@ def main() -> None:
     warnings.showwarning = lambda message, *_: say("Note", str(message), "yellow")
     messages = sys.stderr
     try:
-        if own_rank() and not os.environ.get("LOOKFAR_DEBUG"):
+        if world_size() > 1 and own_rank() and not os.environ.get("LOOKFAR_DEBUG"):
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  rank 0 speaks for all
         app()
     except LookfarError as error:

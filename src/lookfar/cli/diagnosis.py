@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from lookfar.core import compile_ahead
 from lookfar.core.cache_dir import cache_dir
@@ -161,13 +160,16 @@ def environment(variables: Mapping[str, str] = os.environ) -> Facts:
 
 
 def _harmless(name: str, value: str) -> str:
-    """Return a value that can be pasted in public: of URLs, the scheme and the host only."""
+    """Return a value that can be pasted in public: of a URL its scheme, and its host if nothing else is in it."""
     if SECRET.search(name):
         return "(set, not shown)"
     if "://" not in value:
-        return value.replace(str(Path.home()), "~") if "@" not in value else "(set, not shown)"
-    parts = urlsplit(value)
-    return f"{parts.scheme}://{parts.hostname}" + (" (the rest is not shown)" if parts.hostname != parts.netloc else "")
+        home = str(Path.home())
+        shown = value.replace(home, "~") if len(home) > 1 else value
+        return shown if not set("@?") & set(value) else "(set, not shown)"
+    if re.fullmatch(r"\w+://[\w.-]+(:\d+)?/?", value):
+        return value
+    return f"{value.partition('://')[0]}://… (the rest is not shown)"
 
 
 def _size(count: float) -> str:

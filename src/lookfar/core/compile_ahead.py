@@ -32,8 +32,9 @@ def is_compiled() -> bool:
 
 
 def start() -> None:
-    """Begin to compile in a second process if that was not done yet and there is a core for it."""
-    if _running or is_compiled() or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [0]) < 2:
+    """Begin to compile in a second process if that was not done yet, can be kept, and there is a core for it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    if _running or cores < 2 or os.environ.get("RANK", "0") != "0" or is_compiled() or not _can_be_kept():
         return
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     quiet = subprocess.DEVNULL
@@ -41,6 +42,17 @@ def start() -> None:
     with suppress(OSError):
         _running.append(subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet))
         atexit.register(stop)
+
+
+def _can_be_kept() -> bool:
+    """Whether compiled code goes to our own directory, and that can be written."""
+    if "NUMBA_CACHE_DIR" in os.environ:
+        return False
+    try:
+        compiled_dir().mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(compiled_dir(), os.W_OK)
 
 
 def wait() -> None:

@@ -313,7 +313,7 @@ class Scheduler:
 
     def _abandon(self) -> list[RequestState]:
         """Take all running requests out of the KV cache, whose contents are lost, and return them in their order."""
-        running = [self.running[handle] for handle in self.cache.order]
+        running = [self.running[handle] for handle in self.cache.order if handle in self.running]
         self.cache.abandon()
         self.running.clear()
         for state in running:

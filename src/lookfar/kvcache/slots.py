@@ -42,7 +42,7 @@ class SlotKVCache(KVCache):
         self._handles: list[KVHandle] = []  # by slot
         self._lengths: list[int] = []  # committed positions, by slot
         self._slot_of: dict[KVHandle, int] = {}
-        self._next_handle = 0
+        self.next_handle = 0
         self._retained: dict[int, list[int]] = {}  # free slot → the text of the positions that it still holds
         self._moves: dict[int, tuple[Ints, Ints]] = {}  # slot → positions to move, and where to
 
@@ -113,8 +113,8 @@ class SlotKVCache(KVCache):
         return len(self._handles)
 
     def _take(self, slot: int, length: int) -> KVHandle:
-        handle = self._next_handle
-        self._next_handle += 1
+        handle = self.next_handle
+        self.next_handle += 1
         self._handles.append(handle)
         self._lengths.append(length)
         self._slot_of[handle] = slot

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from lookfar import loading
 from lookfar.engine.driver import Driver
 from lookfar.engine.engine import Engine
 from lookfar.engine.request import Request
 from lookfar.errors import ConfigError, LookfarError, LookfarWarning, ModelError, RankError, first_sentence
 from lookfar.lm import LM
-from lookfar.loading import load as load_one
 from lookfar.parallel.follower import Follower, send_answer, send_failure
 from lookfar.parallel.followers import Followers
 from lookfar.parallel.group import Group
@@ -45,12 +45,12 @@ def load(name: str, *, device: str | None = None, timeout: float = TIMEOUT, foll
     """
     ranks = find_ranks(device)
     if ranks.size == 1:
-        return load_one(name, device=device, **options)
+        return loading.load(name, device=device, **options)
     group = _join(ranks, timeout)
     if group.rank:
         options |= dict.fromkeys(("store", "share"))  # rank 0 drafts
     try:
-        lm = load_one(name, device=ranks.device, **options)
+        lm = loading.load(name, device=ranks.device, **options)
     except Exception as error:
         if group.rank:
             send_failure(group, f"{first_sentence(error)}.")
@@ -68,6 +68,8 @@ def attach(lm: LM, *, timeout: float = TIMEOUT, follows: bool = True) -> LM:
     ranks = find_ranks(lm.device.type)
     if ranks.size == 1:
         return lm
+    if str(lm.device) != ranks.device:
+        raise ConfigError(f"The model is on {lm.device}: load it on {ranks.device} on this rank.")
     return _share(lm, _join(ranks, timeout), follows)
 
 
@@ -76,9 +78,10 @@ def follow(lm: LM) -> int:
     engine = lm.engine
     if not isinstance(engine, FollowingEngine):
         raise ConfigError("Only ranks that follow rank 0 call `follow`: it is for ranks above 0 under torchrun.")
+    before = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):  # torchrun passes them to all ranks: rank 0 decides when to end
-            signal.signal(number, signal.SIG_IGN)
+            before[number] = signal.signal(number, signal.SIG_IGN)
     try:
         return Follower(engine.runner, engine.group).run()
     except RankError:
@@ -87,6 +90,8 @@ def follow(lm: LM) -> int:
         raise
     finally:
         engine.group.leave()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class FollowingEngine(Engine):
@@ -160,6 +165,8 @@ def use_ranks(lm: LM, followers: Followers) -> LM:
 
 def _end(lm: LM | None, followers: Followers) -> None:
     """End the group, after the step that is under way."""
+    if not followers.group.is_own:
+        return
     if lm is not None:
         lm.driver.close()
     followers.end()

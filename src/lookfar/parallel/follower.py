@@ -8,14 +8,16 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from lookfar.core.arrays import Int32s, Ints
+from lookfar.core.arrays import Int32s
 from lookfar.errors import CapacityError, first_sentence
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.parallel.answers import answer_of, frame_of
 from lookfar.parallel.group import FRAME, Group
 from lookfar.parallel.identity import model_identity
-from lookfar.parallel.messages import ANSWERED, Op, Operation, as_values, decode, decode_step
+from lookfar.parallel.messages import ANSWERED, ROWS, Op, Operation, as_values, decode, decode_step
 from lookfar.runners.base import ModelRunner, StepResult, StepShape
+
+NO_VALUES: Int32s = np.zeros(0, np.int32)
 
 
 def send_answer(group: Group, values: Int32s, frame: int = FRAME) -> None:
@@ -63,7 +65,7 @@ class Follower:
                     self._carry_out(op)
 
     def _carry_out(self, op: Operation) -> None:
-        answers = op.code in ANSWERED or (op.code is Op.ALLOCATE and len(op.values))
+        answers = op.code in ANSWERED or (op.code is Op.ALLOCATE and len(op.values) > 1)
         answer: Int32s | None = None
         frame = FRAME
         try:
@@ -73,6 +75,7 @@ class Follower:
                 answer = self._do[op.code](op)
         except Exception as error:
             self.failure = self.failure or f"{type(error).__name__}: {first_sentence(error)}."
+            answers = answers or op.code in ROWS
         if not answers:
             return
         if self.failure or answer is None:
@@ -96,7 +99,10 @@ class Follower:
         return np.array([cache.slots, cache.capacity], np.int32)
 
     def _allocate(self, op: Operation) -> Int32s:
-        return np.array([self._cache(op).allocate(op.values.tolist())[1]], np.int32)
+        handle, *prompt = op.values.tolist()
+        cache = self._cache(op)
+        cache.next_handle = handle  # also after an allocation that failed here
+        return np.array([cache.allocate(prompt)[1]], np.int32)
 
     def _commit(self, op: Operation) -> None:
         handle, first, *others = op.values.tolist()
@@ -128,5 +134,6 @@ class Follower:
         assert self.result is not None
         read = self.result.logits if op.code is Op.LOGITS else self.result.hidden
         assert read is not None
-        rows: Ints = op.values.astype(np.int64)
-        self.group.send_tensor(0, read(op.cache, rows))
+        found = read(op.cache, op.values.astype(np.int64))
+        send_answer(self.group, NO_VALUES)
+        self.group.send_tensor(0, found)

@@ -78,6 +78,8 @@ class Followers:
         """Return rows of logits or hidden states that a rank has computed in the last step, on the device of `like`."""
         self.post_to(rank, code, request, rows.astype(np.int32))
         self._send(rank)
+        self._owing = {rank: FRAME}
+        self.answers()
         return self.group.receive_tensor(rank, like, len(rows))
 
     def end(self) -> None:

@@ -6,6 +6,7 @@ where they are, between GPUs over NCCL.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lookfar.core.arrays import Int32s
-from lookfar.errors import RankError
+from lookfar.errors import ConfigError, RankError
 from lookfar.ranks import Ranks
 
 FRAME = 128  # integers of the first part of a message, its length included; most messages have no other part
@@ -35,6 +36,11 @@ class Group:
         self.patience = FOREVER if self.rank else timedelta(seconds=timeout)
         self.failure: RankError | None = None
         self.exchanged = 0  # bytes, sent and received
+        self._process = os.getpid()
+        if dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed is already initialised in this process: use lookfar.load, or destroy the group."
+            )
         backend = "cpu:gloo,cuda:nccl" if ranks.device.startswith("cuda") else "gloo"
         try:
             dist.init_process_group(backend, timeout=JOINING)
@@ -43,6 +49,11 @@ class Group:
             raise RankError(
                 f"Not all of the {self.size} ranks joined within {minutes:g} minutes: start them with one torchrun."
             ) from error
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the connections are those of this process, and not of the one that it was forked from."""
+        return os.getpid() == self._process
 
     @property
     def others(self) -> range:
@@ -92,6 +103,8 @@ class Group:
         """Send or receive; an error of the connection breaks the group."""
         if self.failure is not None:
             raise self.failure
+        if not self.is_own:
+            raise RankError("The ranks belong to the parent process: decode there.")
         try:
             exchange(patience)
         except (RuntimeError, ValueError) as error:
@@ -102,7 +115,7 @@ class Group:
 
     def leave(self) -> None:
         """Close the connections."""
-        if dist.is_initialized():
+        if self.is_own and dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -58,7 +58,7 @@ class MirroredKVCache(SlotKVCache):
         failure: Exception | None = None
         try:
             super().reserve(requests, length, most=most, keep=keep)
-        except CapacityError as error:
+        except Exception as error:  # the others answer all the same
             failure = error
         slots, capacity = np.array(self._followers.ask()).min(0).tolist()
         self._room = slots, capacity
@@ -78,11 +78,16 @@ class MirroredKVCache(SlotKVCache):
         super().forget()
 
     def allocate(self, prompt: Seq[int] = ()) -> tuple[KVHandle, int]:
-        self._followers.post(Op.ALLOCATE, self.id, prompt)
         handle, reused = super().allocate(prompt)
+        self._followers.post(Op.ALLOCATE, self.id, [handle, *prompt])
         others = [0] * len(self._followers.group.others)
         if prompt:  # freed slots may hold less of it elsewhere
-            others = [int(answer[0]) for answer in self._followers.ask()]
+            try:
+                others = [int(answer[0]) for answer in self._followers.ask()]
+            except BaseException:
+                self._followers.post(Op.FREE, self.id, [handle])
+                super().free(handle)
+                raise
         self._cached[handle] = [reused, *others]
         return handle, min(self._cached[handle])
 

@@ -36,7 +36,8 @@ class Op(IntEnum):
     HIDDEN = 14
 
 
-ANSWERED = {Op.RESERVE, Op.REFRESH, Op.STEP}  # and an allocation with a prompt; rows are answered with a tensor
+ANSWERED = {Op.RESERVE, Op.REFRESH, Op.STEP}  # and an allocation with a prompt
+ROWS = {Op.LOGITS, Op.HIDDEN}  # answered with an empty answer and a tensor
 
 
 class Operation(NamedTuple):

@@ -44,6 +44,7 @@ class ParallelRunner:
         self._followers = followers
         self._ranks = followers.group.size
         self._share = 1 / self._ranks  # of the draft rows that the busiest rank computes, on average
+        self._change = ModelChange.NONE  # that other ranks have not followed yet
 
     @property
     def name(self) -> str:
@@ -57,13 +58,17 @@ class ParallelRunner:
         return MirroredKVCache(self._followers, self.own.create_cache().sizing)
 
     def refresh(self, everything: bool = False) -> ModelChange:
-        change = self.own.refresh(everything)
+        change = max(self.own.refresh(everything), self._change)
         if everything or change is not ModelChange.NONE:
+            self._change = change
             self._followers.post(Op.REFRESH, 0, [everything])
             same = model_identity(self.own)
             for rank, other in enumerate(self._followers.ask(), 1):
                 if not np.array_equal(other, same):
-                    raise ModelError(f"The model was changed on rank 0 and not on rank {rank}: change it on all ranks.")
+                    raise ModelError(
+                        f"The model was changed on rank 0 and not on rank {rank}: start all ranks with the new one."
+                    )
+            self._change = ModelChange.NONE
         return change
 
     def launch(self, plan: StepPlan, cache: SlotKVCache) -> PendingStep:

@@ -174,13 +174,17 @@ class DraftStore:
 
     def contents(self) -> StoreContents:
         """Return a copy of what a file holds."""
+        return self._snapshot()[0]
+
+    def _snapshot(self) -> tuple[StoreContents, str]:
+        """Return a copy of what a file holds, and which shared texts are among it, of one moment."""
         beside = self.companion.export_learned() if self.companion is not None else {}
         with self._lock:
-            return StoreContents(self.index.text.copy(), *self.trie.counted(), beside)
+            return StoreContents(self.index.text.copy(), *self.trie.counted(), beside), self.provenance.dumps()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the store to a file; a file that is there already is replaced in one move."""
-        contents, learned = self.contents(), self.provenance.dumps()
+        contents, learned = self._snapshot()
         header = StoreHeader(VERSION, self.vocab_size, tokenizer_fingerprint(self.tokenizer), learned)
         write_store_file(Path(path), header, contents)
 

@@ -19,25 +19,31 @@ FileArrays = Mapping[str, npt.NDArray[Any]]
 KINDS = ("token", "pair", "triple")
 TABLE_ARRAYS = 3 * len(KINDS)
 MAX_LOGIT = 6e4  # that a half-precision number can hold
+OLD = -1024  # when rows of a file were learned, in steps before the first one
 
 
 def export_table(table: RecycleTable) -> dict[str, npt.NDArray[Any]]:
     """Return the filled rows: their keys, predictions and logits, without the columns that no row uses."""
     found: dict[str, npt.NDArray[Any]] = {}
+    vocab_size = len(table.arrays.token_ids)
     for kind, (keys, ids, logits) in zip(KINDS, _rows_of(table), strict=True):
-        filled = np.flatnonzero((keys >= 0) & (ids[:, 0] >= 0))
-        own = ids[filled]
+        own_keys, own, own_logits = keys.copy(), ids.copy(), logits.copy()  # the driver may be learning
         behind_end = np.logical_or.accumulate(own < 0, axis=1)
-        width = int((~behind_end).any(0).sum()) if len(own) else 0
-        found[f"recycle.{kind}.keys"] = keys[filled]
-        found[f"recycle.{kind}.ids"] = np.where(behind_end, -1, own)[:, :width]
-        limited = np.clip(np.where(behind_end, 0, logits[filled]), -MAX_LOGIT, MAX_LOGIT)
+        own_logits[behind_end] = 0
+        filled = _known(kind, own_keys, vocab_size) & (own[:, 0] >= 0) & (own < vocab_size).all(1)
+        filled &= np.isfinite(own_logits).all(1)
+        behind_end = behind_end[filled]
+        width = int((~behind_end).any(0).sum()) if len(behind_end) else 0
+        found[f"recycle.{kind}.keys"] = own_keys[filled]
+        found[f"recycle.{kind}.ids"] = np.where(behind_end, -1, own[filled])[:, :width]
+        limited = np.clip(own_logits[filled], -MAX_LOGIT, MAX_LOGIT)
         found[f"recycle.{kind}.logits"] = limited[:, :width].astype(np.float16)
     return found
 
 
 def import_table(table: RecycleTable, arrays: FileArrays) -> None:
     """Add the rows of `export_table`, which must be plausible, to a table. They count as old."""
+    first_time = 0
     for kind, (keys, ids, logits) in zip(KINDS, _rows_of(table), strict=True):
         new = arrays[f"recycle.{kind}.keys"]
         if kind == "token":
@@ -52,6 +58,8 @@ def import_table(table: RecycleTable, arrays: FileArrays) -> None:
         ids[slots] = -1
         ids[slots, :width] = arrays[f"recycle.{kind}.ids"][:, :width]
         logits[slots, :width] = arrays[f"recycle.{kind}.logits"][:, :width]
+        table.arrays.times[first_time + slots] = OLD
+        first_time += len(keys)
 
 
 def plausible_table(arrays: FileArrays, vocab_size: int) -> bool:

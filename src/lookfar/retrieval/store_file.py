@@ -110,7 +110,7 @@ def read_store_file(path: Path) -> tuple[StoreHeader, StoreContents]:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}.") from error
     except SafetensorError:
         raise StoreError(f"{path} is not a lookfar store, or it is cut short or damaged: build it again.") from None
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, TypeError, AttributeError):  # the last two: numbers that NumPy does not have
         raise damaged from None
     if metadata.get("sha256") != _checksum(header, contents) or not _plausible(header.vocab_size, contents):
         raise damaged

@@ -149,11 +149,13 @@ class SpeculationController:
     @property
     def _speed_up(self) -> float:
         """The rate of speculative steps over that of others, whatever the load of the machine."""
-        speculative, base = self._rates[True], self._rates[False]
-        return speculative.per_cost / (base.per_cost * self._slowdown.value) if len(base) else 1.0
+        speculative, base = self._rates[True].per_cost, self._rates[False].per_cost
+        return speculative / (base * self._slowdown.value) if speculative and base else 1.0
 
     def learn(self, speculated: bool, tokens: float, seconds: float, cost: float = 1.0) -> None:
         """Learn from a step: its tokens, its seconds, and the seconds that the cost curve expects of it."""
+        if tokens <= 0 or seconds <= 0:  # all of its requests failed
+            return
         self._rates[speculated].add(tokens, seconds, cost)
         if self._trial:
             if speculated != self.speculating:

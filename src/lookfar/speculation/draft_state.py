@@ -12,6 +12,7 @@ from lookfar.retrieval.sources import DraftSources
 from lookfar.retrieval.store_file import MODEL
 from lookfar.speculation.acceptance import LAYOUT, AcceptanceModel
 
+MAX_SOURCES = 16  # of an acceptance model in a file
 INITIAL_WINDOW_VALUE = 0.3  # tokens a step that window rows are credited with before they are tried
 
 
@@ -57,16 +58,20 @@ class DraftState:
         return found
 
     def import_learned(self, arrays: FileArrays) -> None:
-        """Add what `export_learned` returned. Models with other features or sources than ours are left out."""
+        """Add what `export_learned` returned.
+
+        Models that this process has begun to learn stay as they are, and those with other features are left out.
+        """
         if any(name.startswith("recycle.") for name in arrays):
             import_table(self.sources.recycle_table, arrays)
         models = {name.rpartition(".")[0] for name in arrays if name.startswith(f"{MODEL}{LAYOUT}.")}
         for name in models:
             sources, _, kind = name.removeprefix(f"{MODEL}{LAYOUT}.").rpartition(".")
-            if kind in ("00", "01", "10", "11"):
-                model = AcceptanceModel(tuple(sources.split("+")) if sources else ())
-                if model.restore({part: arrays.get(f"{name}.{part}") for part in model.arrays}):
-                    self._acceptance[model.sources, kind[0] == "1", kind[1] == "1"] = model
+            if kind not in ("00", "01", "10", "11") or sources.count("+") >= MAX_SOURCES:
+                continue
+            model = AcceptanceModel(tuple(sources.split("+")) if sources else ())
+            if model.restore({part: arrays.get(f"{name}.{part}") for part in model.arrays}):
+                self._acceptance.setdefault((model.sources, kind[0] == "1", kind[1] == "1"), model)
 
     def update_window_value(self, gained: int | None) -> None:
         """Learn what window rows bring: the accepted tokens of a step that no other source proposed; None: not fed.
