@@ -32,7 +32,7 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on
 Name = Annotated[str | None, typer.Option("--name", help="The name of the model in the API; by default MODEL.")]
 MaxBatch = Annotated[int, typer.Option(help="Answers that are decoded at once.")]
 PrefillChunk = Annotated[
-    int | None, typer.Option(help="Prompt tokens of one step, by default 128 on a CPU and 512 on a GPU.")
+    int | None, typer.Option(help="Prompt tokens of one step, by default 64 on a CPU and 512 on a GPU.")
 ]
 StoreFile = Annotated[
     Path | None,
@@ -137,7 +137,7 @@ def _load(model: str, given: options.ModelOptions, max_batch: int, prefill_chunk
     _log("Loading %s", model)
     on_cpu = (given.device or "").startswith("cpu") or not torch.cuda.is_available()
     return options.load(
-        model, max_batch=max_batch, prefill_chunk=prefill_chunk or (128 if on_cpu else 512), **vars(given)
+        model, max_batch=max_batch, prefill_chunk=prefill_chunk or (64 if on_cpu else 512), **vars(given)
     )
 
 
