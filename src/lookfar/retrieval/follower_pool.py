@@ -8,6 +8,7 @@ import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.jit import jit
+from lookfar.retrieval.recycle_table import pair_slot
 
 FOLLOWERS = 8  # that are kept for each token and pair
 
@@ -40,17 +41,11 @@ class FollowerPool:
 
 
 @jit
-def slot_of(before, token, slots):  # type: ignore[no-untyped-def]
-    mixed = np.uint64(before) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
-    return np.int64((mixed >> np.uint64(29)) & np.uint64(slots - 1))
-
-
-@jit
 def find_followers(keys, before, last):  # type: ignore[no-untyped-def]
     """Return the slot of a pair of tokens, or -1 if the pool does not hold it."""
     if before < 0 or last < 0 or not len(keys):
         return np.int64(-1)
-    slot = slot_of(before, last, len(keys))
+    slot = pair_slot(before, last, len(keys))
     return slot if keys[slot] == (np.int64(before) << 32) | last else np.int64(-1)
 
 
@@ -68,7 +63,7 @@ def learn_followers(arrays, rows, counts):  # type: ignore[no-untyped-def]
             count_follower(token_ids[token], token_counts[token], follower)
             if place > 1 and text[place - 2] >= 0:
                 key = (np.int64(text[place - 2]) << 32) | token
-                slot = slot_of(text[place - 2], token, len(pair_keys))
+                slot = pair_slot(text[place - 2], token, len(pair_keys))
                 if pair_keys[slot] != key:
                     pair_keys[slot] = key
                     pair_ids[slot] = -1

@@ -1,10 +1,11 @@
 """The speculation controller: turns speculation on or off from measured throughput.
 
 Drafting costs host time for every request, which the cost of rows does not include. The controller compares the tokens
-per second of recent speculative steps with those of steps without speculation. If the other mode might be faster it
-tries a few steps of it and keeps the faster mode. A trial that fails has cost something; the next one waits until that
-is at most `REGRET` of the time since, and longer each time. The tokens of a speculative step vary a lot, so one request
-needs many steps for a decision and a large batch needs few.
+of recent speculative steps, over what the cost curve expects of them, with those of steps without speculation, and
+measures the slowdown that the host adds. If the other mode might be faster it tries a few steps of it and keeps the
+faster mode. A trial that fails has cost something; the next one waits until that is at most `REGRET` of the time since,
+and longer each time. The tokens of a speculative step vary a lot, so one request needs many steps for a decision and a
+large batch needs few.
 """
 
 from __future__ import annotations
