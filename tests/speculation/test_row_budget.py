@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from lookfar.core.plan import RequestPlan, RunnerLimits
+from lookfar.core.plan import RunnerLimits
 from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.host_cost import HostCost
 from lookfar.speculation.row_budget import Prices, Ranking, RowBudget, StepRows, Windows, best_count
@@ -51,7 +51,7 @@ def test_ranks_that_share_the_rows_of_a_step_afford_more_of_them() -> None:
 
     def chosen(ranks: int, share: float) -> tuple[int, np.ndarray]:
         limits = RunnerLimits(padded=False, ranks=ranks, share=share)
-        step = StepRows([RequestPlan(np.array([7]), 3)], limits)
+        step = StepRows([1], limits)
         count, _ = budget.choose(ranking, Windows((), (), ()), step, Prices(curve, HostCost(), "1"))
         return count, budget._table(step, Prices(curve, HostCost(), "1"))
 

@@ -160,26 +160,58 @@ class StepPlan:
         logit_rows: Ints | None = None,
         trees: DraftTrees | None = None,
     ) -> None:
-        self.requests = requests
-        self._trees = trees  # those of the requests, if they lie behind each other already
+        self._requests = requests
+        if trees is not None:
+            self.trees = trees  # those of the requests, if they lie behind each other already
+        if logit_rows is not None:
+            self.logit_rows = logit_rows
+        self._set(top_k, list(map(len, requests)))
+
+    def _set(self, top_k: int, lengths: list[int]) -> None:
         self.top_k = top_k  # how many of the most likely tokens to return for each row
         self.prefills = False  # whether prompts are processed
         self.hidden = False  # whether drafters want the last hidden states of the rows
         self.shared = False  # whether other requests run or wait, so that nothing may stall the step
-        self.lengths = list(map(len, requests))
-        self.width = max(self.lengths)
-        if logit_rows is not None:
-            self.logit_rows = logit_rows
+        self.lengths = lengths  # the rows of each request
+        self.width = max(lengths)
 
     @property
     def batch(self) -> int:
-        return len(self.requests)
+        return len(self.lengths)
+
+    @cached_property
+    def requests(self) -> Seq[RequestPlan]:
+        """The rows of each request."""
+        return self._requests
+
+    @cached_property
+    def handles(self) -> list[int]:
+        """The handles of the requests in the KV cache."""
+        return [rows.kv for rows in self.requests]
+
+    @cached_property
+    def num_pending(self) -> list[int]:
+        """The pending tokens of each request."""
+        return [len(rows.pending) for rows in self.requests]
+
+    @cached_property
+    def samplers(self) -> list[RowSampler]:
+        """Of the requests that choose a token and sample it."""
+        return [rows.sampler for rows in self.requests if rows.complete and rows.sampler is not None]
+
+    @cached_property
+    def has_embeds(self) -> bool:
+        """Whether a request has embeddings instead of token ids."""
+        return any(rows.embeds is not None for rows in self.requests)
+
+    @cached_property
+    def has_windows(self) -> bool:
+        """Whether there are lookahead-window rows."""
+        return any(rows.windows for rows in self.requests)
 
     @cached_property
     def trees(self) -> DraftTrees:
         """The draft trees of all requests."""
-        if self._trees is not None:
-            return self._trees
         trees = [rows.tree for rows in self.requests]
         if any(tree is not NO_TREE for tree in trees):
             return DraftTrees.of(trees)

@@ -80,5 +80,8 @@ class RecycleBatch(DrafterBatch):
         if outcome.top_ids is None or outcome.top_logits is None:
             return
         top = outcome.top_ids, outcome.top_logits
+        if len(self.members) == 1:
+            self.tables[0].learn_step(outcome.plan, outcome.about, top, self.runner_ups)
+            return
         for table, members in self.members.items():
             table.learn_step(outcome.plan, outcome.about[members], top, self.runner_ups[members])

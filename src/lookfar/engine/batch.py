@@ -17,11 +17,17 @@ class StepBatch:
     started: float
     others_wait: bool = False  # for a place in the batch
     is_first_pass: bool = False  # transformers runs the prompts of the requests
+    decodes: bool = False  # every request is known to be past its prompt
     seconds: float = 0.0
     host_seconds: float = 0.0
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the step processes a prompt, or as many tokens as if it were one."""
+        return not self.decodes and any(state.is_prefilling for state in self.requests)
 
     def catch_up(self) -> None:
         """Keep neighbours that have tokens to feed again, and the same number of tokens for each.

@@ -119,6 +119,7 @@ class RequestState:
         self.samples_by_row = self.sampler.is_row_parallel and self.sampler.device.type != "cpu"
         # Verification has to run code of the request for every token: criteria, or processors that see the text.
         self.has_rules = bool(request.criteria) or not (self.sampler.is_argmax or self.samples_by_row)
+        self._has_sampler = self.has_rules or self.sampler.random is not None
         self.stop_ids = request.stop_ids
         self._max_length = request.max_length
         self.exported: KVState | None = None
@@ -202,9 +203,10 @@ class RequestState:
     def accept(self, tokens: list[int], finish_reason: FinishReason | None, now: float) -> None:
         """Append the tokens of a step."""
         self.ids += tokens
-        self.sampler.append(tokens)
-        self.finish_reason = finish_reason
+        if self._has_sampler:
+            self.sampler.append(tokens)
         if finish_reason is not None:
+            self.finish_reason = finish_reason
             self.sampler.release()
         self.stats.step_sizes.append(len(tokens))
         assert self._started is not None

@@ -92,8 +92,14 @@ class Scheduler:
         if first := self._first_pass():
             chunks = [len(state.request.prompt) - state.source_length for state in first]
             return StepBatch(first, chunks, started, is_first_pass=True)
-        requests, chunks = self._next_group(limits) if self.running else ([], [])
-        return StepBatch(requests, chunks, started, bool(self.waiting or self.paused))
+        others_wait = bool(self.waiting or self.paused)
+        if not self.running:
+            return StepBatch([], [], started, others_wait)
+        order = [self.running[handle] for handle in self.cache.order]
+        pending = [len(state.ids) - state.source_length - state.num_cached for state in order]
+        if max(pending) == 1 and all(state.num_cached for state in order):
+            return StepBatch(order, pending, started, others_wait, decodes=True)
+        return StepBatch(*self._next_group(order, limits), started, others_wait)
 
     def _first_pass(self) -> list[RequestState]:
         """Return requests whose prompts transformers has to run, in one pass."""
@@ -174,13 +180,12 @@ class Scheduler:
             state.stats.reused_tokens = state.num_cached
         state.swapped = None
 
-    def _next_group(self, limits: RunnerLimits) -> tuple[list[RequestState], list[int]]:
+    def _next_group(self, order: list[RequestState], limits: RunnerLimits) -> tuple[list[RequestState], list[int]]:
         """Pick neighbouring requests for one step, and how many pending tokens each of them may feed.
 
         All requests if all of them decode, or if nothing is padded: prefills then share `prefill_chunk` rows, or the
         rows that decoding leaves, in order. Otherwise only requests that prefill, as many as fit one padded block.
         """
-        order = [self.running[handle] for handle in self.cache.order]
         start = next((i for i, state in enumerate(order) if state.is_prefilling), None)
         if start is None:
             return order, [state.num_pending for state in order]
@@ -221,29 +226,29 @@ class Scheduler:
         self, batch: StepBatch, plan: StepPlan, walks: list[Walk | None], result: StepResult
     ) -> list[StepOutput]:
         """Keep the KV of accepted tokens, free the requests that ended, and return the outputs of the step."""
-        for state, rows, walk, length in zip(batch.requests, plan.requests, walks, plan.lengths, strict=True):
-            if state.error is None:
-                pending, accepted = len(rows.pending), []
-                if walk is not None:
-                    accepted = [pending + node for node in walk.nodes]
-                    state.stats.rows += length - pending + 1
-                    state.stats.replayed_rows += (pending - 1) * state.replays
-                state.num_cached = self.cache.commit(state.kv, pending, accepted)
-                if walk is not None and state.stats.steps == 1:  # requests that come meanwhile begin like it, perhaps
-                    self.reuse.keep(state)
-                state.replays = state.replays or walk is not None
+        for state, walk, pending, length in zip(batch.requests, walks, plan.num_pending, plan.lengths, strict=True):
+            if state.error is not None:
+                continue
+            if walk is None:
+                state.num_cached = self.cache.commit(state.kv, pending)
+                continue
+            stats = state.stats
+            stats.rows += length - pending + 1
+            if state.replays:
+                stats.replayed_rows += pending - 1
+            state.num_cached = self.cache.commit(state.kv, pending, [pending + node for node in walk.nodes])
+            state.replays = True
+            if len(stats.step_sizes) == 1:  # requests that come meanwhile begin like it, perhaps
+                self.reuse.keep(state)
         for state in reversed([state for state in batch.requests if state.is_finished]):
-            if state.request.kv.export and state.error is None:
-                # The caller's own cache still holds what came from it; the last token was never fed.
-                end = len(state.ids) - state.source_length - 1
-                state.exported = self.cache.export_kv(state.kv, state.stats.reused_tokens, end)
+            self._export(state)
             self._release(state)
         sampling = sum(walk.sampling_seconds for walk in walks if walk is not None)
         batch.seconds = perf_counter() - batch.started
         batch.host_seconds = batch.seconds - result.seconds - sampling
         share = (batch.host_seconds + result.launch_seconds) / len(batch)
         outputs = []
-        for state, rows, walk in zip(batch.requests, plan.requests, walks, strict=True):
+        for place, (state, walk) in enumerate(zip(batch.requests, walks, strict=True)):
             state.stats.host_seconds += share
             if not (state.every_step or state.is_finished):
                 continue
@@ -255,7 +260,7 @@ class Scheduler:
                         state.stats.steps,
                         state.deliver(),
                         tuple(walk.nodes),
-                        rows,
+                        plan.requests[place],
                         batch.seconds,
                         share,
                         state.stats.seconds,
@@ -267,6 +272,13 @@ class Scheduler:
             elif state.error is not None:
                 outputs.append(last_output(state))
         return outputs + self.take_ended()
+
+    def _export(self, state: RequestState) -> None:
+        """Copy the KV of a finished request, if its caller wants it."""
+        if state.request.kv.export and state.error is None:
+            # The caller's own cache still holds what came from it; the last token was never fed.
+            end = len(state.ids) - state.source_length - 1
+            state.exported = self.cache.export_kv(state.kv, state.stats.reused_tokens, end)
 
     def fail(self, batch: StepBatch, error: BaseException) -> list[StepOutput]:
         """End the requests of a step that failed before it wrote to the KV cache."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate
 from time import perf_counter
 
 import numpy as np
@@ -88,9 +87,10 @@ def _walk_all(plan: StepPlan, result: StepResult) -> tuple[list[int], list[int],
     if plan.trees.columns.shape[1]:
         tokens, nodes, ends = walk_trees(tuple(plan.flat), result.starts, result.choices)
         return tokens.tolist(), nodes.tolist(), ends.tolist()
-    starts = result.starts.tolist()
-    last = [start + rows.last_row for start, rows in zip(starts, plan.requests, strict=True) if rows.complete]
-    return result.choices[last].tolist() if last else [], [], [*accumulate(rows.complete for rows in plan.requests)]
+    about = plan.flat.about
+    complete = about[:, COMPLETE] > 0
+    last = result.starts + about[:, NUM_PENDING] - 1
+    return result.choices[last[complete]].tolist(), [], complete.cumsum().tolist()
 
 
 def _sample_rows(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> dict[int, float]:
@@ -100,8 +100,10 @@ def _sample_rows(requests: Seq[RequestState], plan: StepPlan, result: StepResult
     """
     seconds = {}
     for place, request in enumerate(requests):
+        if not request.samples_by_row or request.error is not None:
+            continue
         rows, sampler = plan.requests[place], request.sampler
-        if not request.samples_by_row or not rows.complete or request.error is not None:
+        if not rows.complete:
             continue
         started = perf_counter()
         first, count = int(result.starts[place]) + rows.last_row, 1 + len(rows.tree)

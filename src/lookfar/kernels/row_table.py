@@ -60,13 +60,14 @@ class RowTable:
         arrays, of_request = tuple(self.arrays), np.array(slots, np.int64)
         if not describe_step(arrays, tuple(plan.flat), of_request):
             return False
-        row = 0
-        for rows, slot in zip(plan.requests, slots, strict=True):
-            if rows.windows and not self._fill_windows(rows, (slot, rows.num_cached, row)):
-                return False
-            row += len(rows)
+        if plan.has_windows:
+            row = 0
+            for rows, slot in zip(plan.requests, slots, strict=True):
+                if rows.windows and not self._fill_windows(rows, (slot, rows.num_cached, row)):
+                    return False
+                row += len(rows)
         tiles = lay_tiles(arrays, plan.flat.about, of_request)
-        pad(arrays, row, tiles, self.spare)
+        pad(arrays, sum(plan.lengths), tiles, self.spare)
         return True
 
     def clear(self) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from transformers import Cache
 
-from lookfar.core.arrays import Ints
 from lookfar.core.ids import common_prefix
 from lookfar.core.plan import StepPlan
 from lookfar.errors import CapacityError
@@ -44,7 +43,7 @@ class SlotKVCache(KVCache):
         self._slot_of: dict[KVHandle, int] = {}
         self.next_handle = 0
         self._retained: dict[int, list[int]] = {}  # free slot → the text of the positions that it still holds
-        self._moves: dict[int, tuple[Ints, Ints]] = {}  # slot → positions to move, and where to
+        self._moves: dict[int, tuple[list[int], list[int]]] = {}  # slot → positions to move, and where to
 
     @property
     def slots(self) -> int:
@@ -122,8 +121,8 @@ class SlotKVCache(KVCache):
 
     def writer(self, plan: StepPlan) -> Cache:
         self.apply_moves()
-        first = self._slot_of[plan.requests[0].kv]
-        assert all(self._slot_of[rows.kv] == first + i for i, rows in enumerate(plan.requests)), "not neighbours"
+        first = self._slot_of[plan.handles[0]]
+        assert all(self._slot_of[handle] == first + i for i, handle in enumerate(plan.handles)), "not neighbours"
         self.buffers.begin(plan, first)
         return self.buffers
 
@@ -133,9 +132,8 @@ class SlotKVCache(KVCache):
         start = self._lengths[slot]
         length = self._lengths[slot] = start + first + len(others)
         if others and start + others[-1] != length - 1:  # otherwise all rows are where they belong, since they ascend
-            moved = [(start + row, start + place) for place, row in enumerate(others, first) if row != place]
-            source, target = np.array(moved, dtype=np.int64).T
-            self._moves[slot] = source, target
+            kept = next(i for i, row in enumerate(others) if row != first + i)
+            self._moves[slot] = [start + row for row in others[kept:]], list(range(start + first + kept, length))
         return length
 
     @property
@@ -143,7 +141,7 @@ class SlotKVCache(KVCache):
         """Whether moves are noted."""
         return bool(self._moves)
 
-    def take_moves(self, slot: int, most: int) -> tuple[Ints, Ints] | None:
+    def take_moves(self, slot: int, most: int) -> tuple[list[int], list[int]] | None:
         """Hand over the noted moves of a slot, from which positions and to which, if there are at most `most`."""
         if slot in self._moves and len(self._moves[slot][0]) > most:
             self.apply_moves()
@@ -165,7 +163,7 @@ class SlotKVCache(KVCache):
         self._moves.pop(target, None)
         if source in self._moves:
             self._moves[target] = self._moves[source]
-            length = max(length, int(self._moves[source][0].max()) + 1)
+            length = max(length, self._moves[source][0][-1] + 1)
         if self.copy_slot is not None:
             self.copy_slot(source, target, length)
             return

@@ -7,12 +7,13 @@ requests with other ones do not change theirs.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s, Ints
-from lookfar.core.plan import RequestPlan
+from lookfar.core.plan import RequestPlan, WindowRows
 from lookfar.core.tree import NO_TREE, DraftTrees
 from lookfar.speculation.acceptance import AcceptanceModel
 from lookfar.speculation.chains import (
@@ -99,8 +100,22 @@ class Drafts:
     groups: list[DraftedGroup]
     members: Seq[Member]
     urgency: Floats  # of the members
-    trees: DraftTrees | None = None  # of all requests, if they lie behind each other
+    windows: dict[int, tuple[WindowRows, ...]] = field(default_factory=dict)  # of requests that feed any, by place
     expected: float | None = 0.0  # accepted tokens, by the urgency of their requests; None: not known
+
+    @property
+    def trees(self) -> DraftTrees | None:
+        """The trees of all requests, if they were built together."""
+        return self.groups[0].trees if len(self.groups) == 1 else None
+
+    def add_to(self, plans: Seq[RequestPlan]) -> None:
+        """Give every request its tree and its window."""
+        for group in self.groups:
+            trees = group.trees.split()
+            for member in group.members:
+                plans[member.place].tree = trees[member.place]
+        for place, windows in self.windows.items():
+            plans[place].windows = windows
 
 
 @dataclass
@@ -120,6 +135,17 @@ class BudgetGroup:
     budget: RowBudget
     members: list[Member]
     sources: list[SourceGroup]
+    uses_window: bool
+
+    def windows(self) -> Windows:
+        """Return the lookahead-window rows that the drafters of the members propose."""
+        if not self.uses_window:
+            return NO_WINDOWS
+        return Windows(
+            [member.place for member in self.members],
+            [tuple(member.windows) for member in self.members],
+            [member.request.speculation.state.window_value for member in self.members],
+        )
 
 
 class Drafting(DraftingBatch):
@@ -148,11 +174,12 @@ class Drafting(DraftingBatch):
                 sources.append(SourceGroup(chosen, members, most, own))
             everyone = [member for group in sources for member in group.members]
             budget = RowBudget.of(kind, [member.place for member in everyone], budgets, max_rows)
-            found.append(BudgetGroup(budget, everyone, sources))
+            uses_window = any(member.request.speculation.uses_window for member in everyone)
+            found.append(BudgetGroup(budget, everyone, sources, uses_window))
         return found
 
     def draft(self, limits: Int32s, step: StepRows, prices: Prices) -> Drafts:
-        """Add draft trees and windows to the plans of a step, the trees at most `limits` deep for each member."""
+        """Draft for a step: trees that are at most `limits` deep for each member, and windows."""
         most = sum(group.budget.max_nodes(step) for group in self._budgets)
         about = 2 * most // len(self.members)  # a confident request takes what others leave
         proposals = self.propose(limits, about, step.others_wait)
@@ -162,16 +189,18 @@ class Drafting(DraftingBatch):
             return self._draft_chains(proposals, step, prices)
         drafts = Drafts([], self.members, proposals.urgency)
         for group in self._budgets:
-            if drafts.groups:
-                step.count_rows()
             drafted = [build_group(proposals, sources, (group.budget, prices), step) for sources in group.sources]
-            counts, expected = choose_rows(drafted, group.members, group.budget, step, prices)
+            counts, with_windows, expected = choose_rows(drafted, group, step, prices)
             drafts.expected = (drafts.expected or 0.0) + expected
             for one, count in zip(drafted, counts, strict=True):
-                one.choose(count, len(step.plans))
-            trees = set_trees(drafted, step.plans)
-            drafts.trees = trees if not drafts.groups else None
+                one.choose(count, len(step.lengths))
             drafts.groups += drafted
+            own = {member.place: tuple(member.windows) for member in group.members} if with_windows else {}
+            drafts.windows |= own
+            if len(self._budgets) > 1:  # the next group gets the room that is left
+                for one in drafted:
+                    step.add([end - start for start, end in pairwise(one.trees.starts)])
+                step.add([sum(map(len, own.get(place, ()))) for place in range(len(step.lengths))])
         return drafts
 
     def _draft_chains(self, proposals: Proposals, step: StepRows, prices: Prices) -> Drafts:
@@ -190,8 +219,8 @@ class Drafting(DraftingBatch):
         if step.limits.recurrent:
             width = rows.settle(width, self.replay)
         for one, own in zip(drafted, chains, strict=True):
-            one.choose_chains(own, width, len(step.plans))
-        return Drafts(drafted, self.members, proposals.urgency, set_trees(drafted, step.plans), expected=None)
+            one.choose_chains(own, width, len(step.lengths))
+        return Drafts(drafted, self.members, proposals.urgency, expected=None)
 
 
 def build_group(
@@ -209,42 +238,20 @@ def build_group(
     return DraftedGroup(group.members, build_candidates(inputs, limits), inputs.acceptance)
 
 
-def set_trees(groups: Seq[DraftedGroup], plans: Seq[RequestPlan]) -> DraftTrees | None:
-    """Give every request of some groups its tree; returns all of them if they are of one group."""
-    for group in groups:
-        parts = group.trees.split()
-        for member in group.members:
-            plans[member.place].tree = parts[member.place]
-    return groups[0].trees if len(groups) == 1 else None
-
-
 def choose_rows(
-    groups: Seq[DraftedGroup],
-    members: Seq[Member],
-    budget: RowBudget,
-    step: StepRows,
-    prices: Prices,
-) -> tuple[list[int], float]:
-    """Choose the best candidates of all groups within the budget, and feed windows if they pay.
+    groups: Seq[DraftedGroup], rows: BudgetGroup, step: StepRows, prices: Prices
+) -> tuple[list[int], bool, float]:
+    """Choose the best candidates of all groups within the budget.
 
-    Returns how many candidates of each group are verified, best first, and how many tokens are expected of them.
+    Returns how many candidates of each group are verified, best first, whether the windows are fed, and how many tokens
+    are expected of the candidates.
     """
-    ranking, group_of = merge(groups, budget.max_nodes(step))
-    windows = NO_WINDOWS
-    if any(member.request.speculation.uses_window for member in members):
-        windows = Windows(
-            [member.place for member in members],
-            [tuple(member.windows) for member in members],
-            [member.request.speculation.state.window_value for member in members],
-        )
-    count, with_windows = budget.choose(ranking, windows, step, prices)
-    if with_windows:
-        for member in members:
-            step.plans[member.place].windows = tuple(member.windows)
+    ranking, group_of = merge(groups, rows.budget.max_nodes(step))
+    count, with_windows = rows.budget.choose(ranking, rows.windows(), step, prices)
     expected = float(ranking.gains[:count].sum())
     if len(groups) == 1:
-        return [count], expected
-    return [int(number) for number in np.bincount(group_of[:count], minlength=len(groups))], expected
+        return [count], with_windows, expected
+    return np.bincount(group_of[:count], minlength=len(groups)).tolist(), with_windows, expected
 
 
 def merge(groups: Seq[DraftedGroup], most: int) -> tuple[Ranking, Ints]:

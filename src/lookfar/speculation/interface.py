@@ -103,6 +103,10 @@ class Batch(Protocol):
         """Restrict the step to requests that have tokens to feed again, the same number for each."""
 
     @property
+    def prefills(self) -> bool:
+        """Whether the step processes a prompt, or as many tokens as if it were one."""
+
+    @property
     def is_first_pass(self) -> bool:
         """Whether transformers runs the step, which takes no draft tokens."""
 

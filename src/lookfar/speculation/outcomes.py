@@ -10,7 +10,8 @@ import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.jit import jit
-from lookfar.core.plan import RequestPlan, StepPlan
+from lookfar.core.plan import NUM_PENDING, RequestPlan, StepPlan
+from lookfar.core.tree import ROOT
 from lookfar.drafters.base import (
     BatchDrafter,
     BatchOutcome,
@@ -87,20 +88,22 @@ class StepOutcomes:
 
     def of_batch(self, places: Seq[int]) -> BatchOutcome:
         """Return the outcome for some requests together."""
-        about, texts, finished = [], [], []
-        requests, plans, walks, result = self.requests, self.plan.requests, self.walks, self.result
-        starts = result.starts.tolist()
-        for place in places:
-            request, rows, walk = requests[place], plans[place], walks[place]
-            start, ids = starts[place], request.ids
-            last, emitted = start + len(rows.pending) - 1, -1
-            if walk is not None:
-                last, emitted = (last + 1 + walk.nodes[-1] if walk.nodes else last), walk.tokens[-1]
-            about.append((place, start, last, emitted, *_tokens_before(request, rows)))
-            texts.append(ids)
-            finished.append(request.is_finished)
-        of_requests = np.array(about, np.int64)
-        return BatchOutcome(texts, finished, self.plan.flat, of_requests, result.top_ids, result.top_logits)
+        requests, walks = [self.requests[place] for place in places], [self.walks[place] for place in places]
+        flat, result = self.plan.flat, self.result
+        about: Ints = np.empty((len(places), 6), np.int64)
+        about[:, 0] = places
+        about[:, 1] = starts = result.starts[about[:, 0]]
+        about[:, 2] = starts + flat.about[about[:, 0], NUM_PENDING]
+        about[:, 2] += [walk.nodes[-1] if walk is not None and walk.nodes else ROOT for walk in walks]
+        about[:, 3] = [walk.tokens[-1] if walk is not None else -1 for walk in walks]
+        # The tokens before the first row. `num_cached` is that of the plan until the step is committed.
+        texts, cached = [request.ids for request in requests], [request.num_cached for request in requests]
+        ends = [request.source_length + count for request, count in zip(requests, cached, strict=True)]
+        known = list(zip(texts, ends, cached, strict=True))
+        about[:, 4] = [ids[end - 1] if count else -1 for ids, end, count in known]
+        about[:, 5] = [ids[end - 2] if count > 1 else -1 for ids, end, count in known]
+        finished = [request.is_finished for request in requests]
+        return BatchOutcome(texts, finished, flat, about, result.top_ids, result.top_logits)
 
     def _show_alone(self, place: int) -> None:
         """Show the step to drafters that draft for one request; a prefill chunk only if they want something of it."""
@@ -144,17 +147,12 @@ class StepOutcomes:
         last = rows.node_row(len(rows.tree))
         if result.top_ids is None or result.top_logits is None or first == last:
             return None
-        before, _ = _tokens_before(self.requests[place], rows)
+        request = self.requests[place]
+        before = request.ids[request.source_length + rows.num_cached - 1] if rows.num_cached else -1
         tokens, previous = tokens_and_predecessors(rows.pending, rows.tree.tokens, rows.tree.parents, before)
         start = int(result.starts[place])
         at = slice(start + first, start + last)
         return Predictions(previous[first:], tokens[first:], result.top_ids[at], result.top_logits[at])
-
-
-def _tokens_before(request: SpeculatedRequest, rows: RequestPlan) -> tuple[int, int]:
-    """Return the token before the first row of a step and the one before that; -1 for none."""
-    ids, end = request.ids, request.source_length + rows.num_cached
-    return ids[end - 1] if rows.num_cached else -1, ids[end - 2] if rows.num_cached > 1 else -1
 
 
 @jit

@@ -10,7 +10,7 @@ import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.jit import jit
-from lookfar.core.plan import RequestPlan, RunnerLimits, WindowRows
+from lookfar.core.plan import RunnerLimits, WindowRows
 from lookfar.drafters.base import Strategy
 from lookfar.drafters.registry import auto_strategies
 from lookfar.errors import ConfigError
@@ -111,26 +111,30 @@ class Windows:
 
 
 class StepRows:
-    """The rows of a step while it is planned: what every request feeds already, and what room is left."""
+    """The rows of a step while it is planned: those that every request feeds already, and the room that is left."""
 
-    def __init__(self, plans: Seq[RequestPlan], limits: RunnerLimits, others_wait: bool = False) -> None:
-        self.plans = plans
+    def __init__(
+        self, lengths: list[int], limits: RunnerLimits, num_prefilling: int = 0, others_wait: bool = False
+    ) -> None:
+        self.lengths = lengths  # rows of each request
         self.limits = limits
+        self.num_prefilling = num_prefilling  # requests that emit no token, because they prefill
         self.others_wait = others_wait  # for a place in the batch
-        self.num_prefilling = sum(
-            not rows.complete for rows in plans
-        )  # requests that emit no token, because they prefill
-        self.count_rows()
+        self._measure()
 
-    def count_rows(self) -> None:
-        """Count the rows; again after trees or windows were added."""
-        self.lengths = [len(rows) for rows in self.plans]
+    def add(self, rows: Seq[int]) -> None:
+        """Add draft rows to each request."""
+        self.lengths = [length + more for length, more in zip(self.lengths, rows, strict=True)]
+        self._measure()
+
+    def _measure(self) -> None:
+        self.fed = sum(self.lengths)
         limit = self.limits.rows
-        self.room = ANY_NUMBER if limit is None else max(limit - sum(self.lengths), 0)
+        self.room = ANY_NUMBER if limit is None else max(limit - self.fed, 0)
 
     def busiest(self, rows: Ints) -> Ints:
         """Return the rows of the busiest rank, for numbers of rows in all; every rank has those that are fed anyway."""
-        drafts = np.maximum(rows - sum(self.lengths), 0)
+        drafts = np.maximum(rows - self.fed, 0)
         return (rows - drafts + np.ceil(self.limits.share * drafts)).astype(np.int64)
 
 
@@ -153,7 +157,7 @@ class RowBudget:
         """Return a score below which no candidate can pay: it would bring less than its row costs at the least."""
         if self.kind != "auto":
             return ANY_SCORE
-        rows = sum(step.lengths)
+        rows = step.fed
         table = self._table(step, prices)
         rate = len(step.lengths) / float(table[rows])
         return min(max(CAUTION * rate * float(least_slope(table, rows)), MIN_AUTO_SCORE), MAX_MIN_SCORE)
@@ -210,7 +214,7 @@ class RowBudget:
     def _explore(self, count: int, most: int, step: StepRows, prices: Prices) -> int:
         """Return how many candidates to verify: `count`, or now and then another number to learn what it costs."""
         assert prices.costs is not None
-        before = sum(step.lengths)
+        before = step.fed
         chosen, largest = step.busiest(before + np.array([count, most])).tolist()
         rows = prices.costs.explore(chosen, before, largest)
         return count if rows == chosen else min(int((rows - before) / step.limits.share), most)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lookfar.core.decode_plan import DecodePlan
 from lookfar.core.plan import RequestPlan, RunnerLimits, StepPlan
 from lookfar.retrieval.recycle_table import SAMPLED_TOP_K, TOP_K
+from lookfar.speculation.batch_facts import BatchFacts
 from lookfar.speculation.controller import SpeculationController
 from lookfar.speculation.cost_curve import CostCurve, step_kind
 from lookfar.speculation.cost_file import Experience, KnownCosts, nearest_experience
@@ -68,6 +70,7 @@ class Speculator:
         self._unlearned: list[StepRecord] = []
         self._known_prices: dict[str, Prices] = {}  # by the kind of step
         self._drafting = Drafting([], [])  # of the last step that speculated
+        self._facts = BatchFacts([])  # of the last step
 
     def use_costs(self, known: KnownCosts) -> None:
         """Use what is known of this model on this machine."""
@@ -88,23 +91,32 @@ class Speculator:
         self._step = step = self._decide(batch)
         if limits.recurrent and not step.prefills and not step.speculates:
             batch.catch_up()
-        requests = batch.requests
+        requests, facts = batch.requests, self._facts_of(batch.requests)
+        rows: list[RequestPlan] | None = None  # if all requests feed nothing but their last tokens
+        lengths, num_prefilling = [1] * len(requests), 0
         if step.prefills or max(batch.chunks) > 1:  # outside of prefills, a chunk is all that is pending
             # Captured steps compute the logits of all rows. Elsewhere those of prompt rows take time from every request
             sharing = 1 if limits.captured else len(requests)
             chunks = zip(requests, batch.chunks, strict=True)
             rows = [plan_pending(request, chunk, sharing) for request, chunk in chunks]
-        else:
-            rows = plan_last_tokens(requests)
+            lengths, num_prefilling = list(map(len, rows)), sum(not one.complete for one in rows)
         drafts = step.speculates and not (step.prefills and limits.recurrent)  # or a rejected draft repeats the chunk
-        if drafts and any(request.speculation.drafters for request in requests):
-            step.drafts = self._draft(requests, StepRows(rows, limits, batch.others_wait), self._prices(step))
-        wanted = (step.speculates or step.prefills) and any(r.speculation.wants_predictions for r in requests)
+        if drafts and facts.drafting:
+            places = [place for place in facts.drafting if rows is None or rows[place].complete]
+            fed = StepRows(lengths, limits, num_prefilling, batch.others_wait)
+            step.drafts = self._draft(requests, places, fed, self._prices(step))
+        wanted = (step.speculates or step.prefills) and facts.wants_predictions
         top_k = (SAMPLED_TOP_K if step.samples else TOP_K) if wanted else 0
-        step.plan = StepPlan(rows, top_k, trees=step.drafts.trees if step.drafts is not None else None)
+        step.plan = make_plan(requests, facts, rows, step.drafts, top_k)
         step.plan.prefills = any(request.prompt_pending for request in requests)
-        step.plan.hidden = any(request.speculation.hidden_drafters for request in requests)
+        step.plan.hidden = facts.wants_hidden
         return step.plan
+
+    def _facts_of(self, requests: Seq[SpeculatedRequest]) -> BatchFacts:
+        """Return the facts about the requests of a step."""
+        if not self._facts.are_of(requests):
+            self._facts = BatchFacts(requests)
+        return self._facts
 
     def _prices(self, step: StepRecord) -> Prices:
         """Return what the rows of a step cost."""
@@ -115,30 +127,30 @@ class Speculator:
             known = self._known_prices[step.kind] = Prices(self.costs, host, step.kind)
         return known
 
-    def _draft(self, requests: Seq[SpeculatedRequest], step: StepRows, prices: Prices) -> Drafts | None:
-        """Draft for the requests of a step that can."""
+    def _draft(
+        self, requests: Seq[SpeculatedRequest], places: list[int], step: StepRows, prices: Prices
+    ) -> Drafts | None:
+        """Draft for some requests of a step, as far as they may emit more than one token."""
         # The bonus token is always emitted, so a deeper draft could never be accepted.
-        depths = [request.remaining - 1 for request in requests]
-        places = [
-            place
-            for place, (request, rows) in enumerate(zip(requests, step.plans, strict=True))
-            if rows.complete and depths[place] > 0 and request.speculation.drafters
-        ]
+        depths = [requests[place].remaining - 1 for place in places]
+        if min(depths, default=0) <= 0:
+            places = [place for place, depth in zip(places, depths, strict=True) if depth > 0]
+            depths = [depth for depth in depths if depth > 0]
         if not places:
             return None
         if not self._drafting.is_of(requests, places):
             self._drafting = Drafting(requests, places)
-        limits = np.array([depths[place] for place in places], np.int32)
-        return self._drafting.draft(limits, step, prices)
+        return self._drafting.draft(np.array(depths, np.int32), step, prices)
 
     def _decide(self, batch: Batch) -> StepRecord:
         """Decide whether a step speculates. The controller is asked where all budgets are automatic."""
         requests = batch.requests
-        samples = any(request.sampler.random is not None for request in requests)
+        facts = self._facts_of(requests)
+        samples = facts.samples
         if batch.is_first_pass:
             return StepRecord(batch, samples, False, True, None)
-        prefills = any(request.is_prefilling for request in requests)
-        if self.costs is None or not all(request.speculation.budget == "auto" for request in requests):
+        prefills = batch.prefills
+        if self.costs is None or not facts.is_automatic:
             return StepRecord(batch, samples, True, prefills, None)
         kind = step_kind(len(requests), samples)
         if kind not in self.controllers:
@@ -188,7 +200,7 @@ class Speculator:
     def settle(self) -> None:
         """Finish learning, and keep nothing of the requests of the last step: called when there is time."""
         self.learn()
-        self._step, self._drafting = None, Drafting([], [])
+        self._step, self._drafting, self._facts = None, Drafting([], []), BatchFacts([])
 
     def _learn_from(self, step: StepRecord) -> None:
         """Count the draft tokens of a step, teach the acceptance models, and refine the cost curve."""
@@ -222,26 +234,22 @@ class Speculator:
             step.controller.host.learn(sum(step.plan.lengths), step.batch.host_seconds)
 
 
-def plan_last_tokens(requests: Seq[SpeculatedRequest]) -> list[RequestPlan]:
-    """Plan the last tokens of requests that have nothing else to feed."""
-    last = np.array([request.ids[-1] for request in requests], dtype=np.int64)
-    plans = []
-    for i, request in enumerate(requests):
-        sampler, predict = request.sampler, int(request.speculation.wants_predictions)
-        sampled = sampler if sampler.params.random is not None else None
-        plans.append(
-            RequestPlan(
-                last[i : i + 1],
-                request.num_cached,
-                request.kv,
-                predict=predict,
-                embeds=request.embeds,
-                sampler=sampled,
-                position_offset=request.position_offset,
-                source=request.source,
-            )
-        )
-    return plans
+def make_plan(
+    requests: Seq[SpeculatedRequest], facts: BatchFacts, rows: list[RequestPlan] | None, drafts: Drafts | None, k: int
+) -> StepPlan:
+    """Return the plan of a step; without `rows`, every request feeds its last token."""
+    if rows is None:
+        tokens = np.array([request.ids[-1] for request in requests], np.int64)
+        cached = np.array([request.num_cached for request in requests], np.int64)
+        if drafts is None:
+            return DecodePlan(facts.decoding, tokens, cached, None, k)
+        if drafts.trees is not None and not drafts.windows:
+            return DecodePlan(facts.decoding, tokens, cached, drafts.trees, k)
+        rows = list(DecodePlan(facts.decoding, tokens, cached).requests)
+    if drafts is None:
+        return StepPlan(rows, k)
+    drafts.add_to(rows)
+    return StepPlan(rows, k, trees=drafts.trees)
 
 
 def plan_pending(request: SpeculatedRequest, chunk: int, sharing: int) -> RequestPlan:

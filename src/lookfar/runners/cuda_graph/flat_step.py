@@ -51,9 +51,9 @@ class FlatStep:
 
     def fill(self, plan: StepPlan) -> bool:
         """Write a step into the host's block; False if a row table cannot describe it."""
-        filled = self.table.fill(plan, [self.cache.slot_of(rows.kv) for rows in plan.requests])
+        filled = self.table.fill(plan, [self.cache.slot_of(handle) for handle in plan.handles])
         last = self.model.support.max_positions
-        if last is not None and any(rows.windows for rows in plan.requests):
+        if last is not None and plan.has_windows:
             # Only window rows can point past the last position, and what they compute there is never used.
             positions = self.table.arrays.inputs[POSITIONS]
             np.minimum(positions, last - 1, out=positions)

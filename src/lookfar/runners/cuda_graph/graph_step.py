@@ -69,8 +69,8 @@ class GraphStep(FlatStep):
         self.host_moves[:, 0] = -1
         if not self.cache.has_moves:
             return True
-        for moves, rows in zip(self.host_moves, plan.requests, strict=False):
-            slot = self.cache.slot_of(rows.kv)
+        for moves, handle in zip(self.host_moves, plan.handles, strict=False):
+            slot = self.cache.slot_of(handle)
             positions = self.cache.take_moves(slot, MAX_PATH)
             if positions is not None:
                 source, target = positions

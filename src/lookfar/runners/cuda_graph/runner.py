@@ -181,8 +181,7 @@ class CudaGraphRunner:
         k = min(plan.top_k, self.model.vocab_size)
         if self._works and self._embedding.data_ptr() != self._address:
             raise ModelError(MOVED)
-        given = any(rows.embeds is not None for rows in plan.requests)
-        fits = self._works and not given and sum(plan.lengths) <= SIZES[-1]
+        fits = self._works and not plan.has_embeds and sum(plan.lengths) <= SIZES[-1]
         shape = _shape_of(SIZE_OF[sum(plan.lengths)], plan.batch, cache, k) if fits else None
         step, predictions, is_warm = self._step_for(shape, cache, plan.shared) if shape else (None, 0, False)
         if step is None or not step.fill(plan):
@@ -203,7 +202,7 @@ class CudaGraphRunner:
 
     def _sampler_for(self, step: GraphStep, plan: StepPlan, k: int) -> GraphSampler | None:
         """Return what samples the tokens of a step on the device; None if the host has to."""
-        samplers = [rows.sampler for rows in plan.requests if rows.complete and rows.sampler is not None]
+        samplers = plan.samplers
         if len({sampler.fingerprint for sampler in samplers}) != 1 or samplers[0].fingerprint is None:
             return None
         elsewhere = any(sampler.device != self.model.device for sampler in samplers)
