@@ -34,6 +34,7 @@ class DecodingRequests:
     def __init__(self, plans: Seq[RequestPlan]) -> None:
         self.plans = plans  # of any step of the requests
         self.handles = [rows.kv for rows in plans]
+        self.num_pending, self.complete = [1] * len(plans), [True] * len(plans)
         self.samplers = [rows.sampler for rows in plans if rows.sampler is not None]
         self.has_embeds = any(rows.embeds is not None for rows in plans)
         self.position_offsets: Ints = np.array([rows.position_offset for rows in plans], np.int64)
@@ -76,7 +77,7 @@ class DecodePlan(StepPlan):
         self.flat = FlatPlan(about, tokens, self.trees.columns)
         self.handles, self.samplers, self.has_embeds = batch.handles, batch.samplers, batch.has_embeds
         self.position_offsets, self.has_windows = batch.position_offsets, False
-        self.num_pending = [1] * len(batch.plans)
+        self.num_pending, self.complete = batch.num_pending, batch.complete
         self._set(top_k, [1 + end - start for start, end in pairwise(starts)])
 
     @cached_property

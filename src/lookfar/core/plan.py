@@ -195,6 +195,11 @@ class StepPlan:
         return [len(rows.pending) for rows in self.requests]
 
     @cached_property
+    def complete(self) -> list[bool]:
+        """Whether each request chooses a token; False: a prefill chunk."""
+        return [rows.complete for rows in self.requests]
+
+    @cached_property
     def samplers(self) -> list[RowSampler]:
         """Of the requests that choose a token and sample it."""
         return [rows.sampler for rows in self.requests if rows.complete and rows.sampler is not None]

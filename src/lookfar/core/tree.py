@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from lookfar.core.arrays import Floats, Int32s
+from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.jit import jit
 
 ROOT = -1  # the parent of a tree's first nodes: the last token of the text
@@ -99,6 +99,14 @@ class DraftTrees:
         """Put trees behind each other."""
         starts = [0, *accumulate(map(len, trees))]
         return cls(np.concatenate([t.columns for t in trees], 1), np.concatenate([t.scores for t in trees]), starts)
+
+    def count_sources(self) -> list[list[int]]:
+        """Return how many nodes of each tree have each top source, [batch, names]."""
+        batch, kinds = len(self.starts) - 1, len(self.names)
+        owners = np.repeat(np.arange(batch), np.diff(self.starts))
+        counts: Ints = np.bincount(owners * kinds + self.columns[3], minlength=batch * kinds)
+        found: list[list[int]] = counts.reshape(batch, kinds).tolist()
+        return found
 
     def split(self) -> list[DraftTree]:
         """Return the tree of each request."""

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from transformers import Cache, StoppingCriteriaList
 
-from lookfar.core.tree import DraftTree
 from lookfar.drafters.base import DraftContext, Strategy
 from lookfar.engine.stats import Stats
 from lookfar.kvcache.base import KVState
@@ -121,7 +120,7 @@ class RequestState:
         self.has_rules = bool(request.criteria) or not (self.sampler.is_argmax or self.samples_by_row)
         self._has_sampler = self.has_rules or self.sampler.random is not None
         self.stop_ids = request.stop_ids
-        self._max_length = request.max_length
+        self.max_length = request.max_length
         self.exported: KVState | None = None
         context = DraftContext(request.prompt, request.max_length, state.sources, request.remember, model)
         self.speculation = RequestSpeculation(request.strategies, request.budget, context, state)
@@ -175,7 +174,7 @@ class RequestState:
 
     @property
     def remaining(self) -> int:
-        return self._max_length - len(self.ids)
+        return self.max_length - len(self.ids)
 
     @property
     def steps_left(self) -> float:
@@ -188,7 +187,7 @@ class RequestState:
 
     def predicted_from(self, sharing: int) -> int:
         if self.request.kv.first is not None:
-            return self._max_length  # a first pass has the logits of the last token only
+            return self.max_length  # a first pass has the logits of the last token only
         return len(self.request.prompt) - max(PREDICTED_PROMPT, self.request.max_new_tokens) // sharing
 
     @property
@@ -217,6 +216,6 @@ class RequestState:
         self.error = error
         self.sampler.release()
 
-    def count_drafts(self, tree: DraftTree, accepted: Seq[int]) -> None:
+    def count_drafts(self, names: Seq[str], proposed: Seq[int], accepted: Seq[int]) -> None:
         """Count the draft tokens of a step by source."""
-        self.stats.count_drafts(tree, accepted)
+        self.stats.add_drafts(names, proposed, accepted)

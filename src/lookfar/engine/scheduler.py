@@ -240,7 +240,8 @@ class Scheduler:
             state.replays = True
             if len(stats.step_sizes) == 1:  # requests that come meanwhile begin like it, perhaps
                 self.reuse.keep(state)
-        for state in reversed([state for state in batch.requests if state.is_finished]):
+        ended = [state for state in batch.requests if state.finish_reason is not None or state.error is not None]
+        for state in reversed(ended):
             self._export(state)
             self._release(state)
         sampling = sum(walk.sampling_seconds for walk in walks if walk is not None)

@@ -55,13 +55,18 @@ class Stats:
 
     def count_drafts(self, tree: DraftTree, accepted: Seq[int]) -> None:
         """Count the nodes of a tree and the accepted ones by their top source."""
-        if not len(tree):
-            return
-        for name, count in zip(tree.names, np.bincount(tree.top_sources).tolist(), strict=False):
+        if len(tree):
+            sources = tree.top_sources
+            proposed = np.bincount(sources, minlength=len(tree.names)).tolist()
+            self.add_drafts(tree.names, proposed, [int(sources[node]) for node in accepted])
+
+    def add_drafts(self, names: Seq[str], proposed: Seq[int], accepted: Seq[int]) -> None:
+        """Count draft tokens: how many have each of the named top sources, and the sources of the accepted ones."""
+        for name, count in zip(names, proposed, strict=True):
             if count:
                 self.drafter(name).proposed += count
-        for node in accepted:
-            self.drafter(tree.source(node)).accepted += 1
+        for source in accepted:
+            self.drafter(names[source]).accepted += 1
 
     def drafter(self, name: str) -> DrafterStats:
         if name not in self.drafters:

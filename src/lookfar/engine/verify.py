@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 from time import perf_counter
 
 import numpy as np
@@ -68,7 +69,7 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
                 else:
                     tokens = all_tokens[start:end]
                     found = Walk(all_nodes[start : end - 1], tokens)
-                    if len(tokens) >= request.remaining or not request.stop_ids.isdisjoint(tokens):
+                    if len(request.ids) + len(tokens) >= request.max_length or not request.stop_ids.isdisjoint(tokens):
                         _end_at_limit(request, found)
                 if request.samples_by_row:
                     check_sampled(np.array(found.tokens))
@@ -87,10 +88,10 @@ def _walk_all(plan: StepPlan, result: StepResult) -> tuple[list[int], list[int],
     if plan.trees.columns.shape[1]:
         tokens, nodes, ends = walk_trees(tuple(plan.flat), result.starts, result.choices)
         return tokens.tolist(), nodes.tolist(), ends.tolist()
-    about = plan.flat.about
-    complete = about[:, COMPLETE] > 0
-    last = result.starts + about[:, NUM_PENDING] - 1
-    return result.choices[last[complete]].tolist(), [], complete.cumsum().tolist()
+    choices = result.choices.tolist()
+    requests = zip(result.starts.tolist(), plan.num_pending, plan.complete, strict=True)
+    tokens = [choices[start + pending - 1] for start, pending, complete in requests if complete]
+    return tokens, [], [*accumulate(plan.complete)]
 
 
 def _sample_rows(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> dict[int, float]:

@@ -43,7 +43,7 @@ class SlotKVCache(KVCache):
         self._slot_of: dict[KVHandle, int] = {}
         self.next_handle = 0
         self._retained: dict[int, list[int]] = {}  # free slot → the text of the positions that it still holds
-        self._moves: dict[int, tuple[list[int], list[int]]] = {}  # slot → positions to move, and where to
+        self._moves: dict[int, tuple[list[int], range]] = {}  # slot → positions to move, ascending, and where to
 
     @property
     def slots(self) -> int:
@@ -132,8 +132,7 @@ class SlotKVCache(KVCache):
         start = self._lengths[slot]
         length = self._lengths[slot] = start + first + len(others)
         if others and start + others[-1] != length - 1:  # otherwise all rows are where they belong, since they ascend
-            kept = next(i for i, row in enumerate(others) if row != first + i)
-            self._moves[slot] = [start + row for row in others[kept:]], list(range(start + first + kept, length))
+            self._moves[slot] = [start + row for row in others], range(start + first, length)
         return length
 
     @property
@@ -141,7 +140,7 @@ class SlotKVCache(KVCache):
         """Whether moves are noted."""
         return bool(self._moves)
 
-    def take_moves(self, slot: int, most: int) -> tuple[list[int], list[int]] | None:
+    def take_moves(self, slot: int, most: int) -> tuple[Seq[int], Seq[int]] | None:
         """Hand over the noted moves of a slot, from which positions and to which, if there are at most `most`."""
         if slot in self._moves and len(self._moves[slot][0]) > most:
             self.apply_moves()

@@ -25,11 +25,17 @@ class BatchFacts:
         self.is_automatic = all(own.budget == "auto" for own in speculation)
         self.wants_predictions = any(own.wants_predictions for own in speculation)
         self.wants_hidden = any(own.hidden_drafters for own in speculation)
+        self._past_prompts = False
         self.drafting = [place for place, own in enumerate(speculation) if own.drafters]
 
     def are_of(self, requests: Seq[SpeculatedRequest]) -> bool:
         """Whether they hold for the requests of a step. A request that was paused has another handle."""
         return self.requests == requests and self.handles == [request.kv for request in requests]
+
+    def has_prompts(self) -> bool:
+        """Whether a request still has tokens of its prompt to feed."""
+        self._past_prompts = self._past_prompts or not any(request.prompt_pending for request in self.requests)
+        return not self._past_prompts
 
     @cached_property
     def decoding(self) -> DecodingRequests:

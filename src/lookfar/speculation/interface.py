@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
-from lookfar.core.tree import DraftTree
 from lookfar.drafters.base import BatchDrafter, DraftContext, Drafter, Strategy, wants_hidden
 from lookfar.sampling.sampler import Sampler
 from lookfar.speculation.draft_state import DraftState
@@ -88,8 +87,8 @@ class SpeculatedRequest(Protocol):
     @property
     def is_finished(self) -> bool: ...
 
-    def count_drafts(self, tree: DraftTree, accepted: Seq[int]) -> None:
-        """Count the draft tokens of a step by source."""
+    def count_drafts(self, names: Seq[str], proposed: Seq[int], accepted: Seq[int]) -> None:
+        """Count the draft tokens of a step: how many have each of the named sources, and those of the accepted ones."""
 
 
 class Batch(Protocol):

@@ -10,7 +10,7 @@ import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.jit import jit
-from lookfar.core.plan import NUM_PENDING, RequestPlan, StepPlan
+from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.tree import ROOT
 from lookfar.drafters.base import (
     BatchDrafter,
@@ -58,8 +58,12 @@ class StepOutcomes:
     ) -> None:
         self.requests, self.plan, self.walks, self.result = requests, plan, walks, result
 
-    def show(self, places: Seq[int], drafting: DraftingBatch) -> None:
+    def show(self, places: list[int], drafting: DraftingBatch, any_finished: bool = True) -> None:
         """Show the step to the drafters of some requests. An error of a drafter fails its request."""
+        if not any_finished and not drafting.alone and drafting.is_of(self.requests, places):
+            for batch, shown in drafting.observers:
+                batch.observe(self.of_batch(shown))
+            return
         by_class: dict[type[BatchDrafter], list[int]] = {}
         for place in places:
             request = self.requests[place]
@@ -89,21 +93,19 @@ class StepOutcomes:
     def of_batch(self, places: Seq[int]) -> BatchOutcome:
         """Return the outcome for some requests together."""
         requests, walks = [self.requests[place] for place in places], [self.walks[place] for place in places]
-        flat, result = self.plan.flat, self.result
-        about: Ints = np.empty((len(places), 6), np.int64)
-        about[:, 0] = places
-        about[:, 1] = starts = result.starts[about[:, 0]]
-        about[:, 2] = starts + flat.about[about[:, 0], NUM_PENDING]
-        about[:, 2] += [walk.nodes[-1] if walk is not None and walk.nodes else ROOT for walk in walks]
-        about[:, 3] = [walk.tokens[-1] if walk is not None else -1 for walk in walks]
-        # The tokens before the first row. `num_cached` is that of the plan until the step is committed.
-        texts, cached = [request.ids for request in requests], [request.num_cached for request in requests]
-        ends = [request.source_length + count for request, count in zip(requests, cached, strict=True)]
-        known = list(zip(texts, ends, cached, strict=True))
-        about[:, 4] = [ids[end - 1] if count else -1 for ids, end, count in known]
-        about[:, 5] = [ids[end - 2] if count > 1 else -1 for ids, end, count in known]
+        all_starts, pending, result = self.result.starts.tolist(), self.plan.num_pending, self.result
+        starts = [all_starts[place] for place in places]
+        reached = [walk.nodes[-1] if walk is not None and walk.nodes else ROOT for walk in walks]
+        last = [start + pending[place] + node for place, start, node in zip(places, starts, reached, strict=True)]
+        emitted = [walk.tokens[-1] if walk is not None else -1 for walk in walks]
+        texts = [request.ids for request in requests]
+        # The step is not committed yet, so `num_cached` is where its rows begin.
+        cached = [(request.ids, request.source_length, request.num_cached) for request in requests]
+        before = [ids[source + count - 1] if count else -1 for ids, source, count in cached]
+        earlier = [ids[source + count - 2] if count > 1 else -1 for ids, source, count in cached]
+        about = np.array([places, starts, last, emitted, before, earlier], np.int64).T.copy()
         finished = [request.is_finished for request in requests]
-        return BatchOutcome(texts, finished, flat, about, result.top_ids, result.top_logits)
+        return BatchOutcome(texts, finished, self.plan.flat, about, result.top_ids, result.top_logits)
 
     def _show_alone(self, place: int) -> None:
         """Show the step to drafters that draft for one request; a prefill chunk only if they want something of it."""

@@ -63,6 +63,7 @@ class DraftingBatch:
         self.alone = [i for i, member in enumerate(self.members) if member.request.speculation.other_drafters]
         # By class, with their members and sources.
         self._together: dict[type[BatchDrafter], tuple[DrafterBatch, list[int], Int32s]] = {}
+        self.observers: list[tuple[DrafterBatch, list[int]]] = []  # those that learn from every step, and their places
         by_class: dict[type[BatchDrafter], list[int]] = {}
         for i, member in enumerate(self.members):
             for kind in member.request.speculation.batch_drafters:
@@ -72,6 +73,8 @@ class DraftingBatch:
             batch = kind.together([drafter for drafter, _ in found])
             for i, table in zip(chosen, batch.tables, strict=False):
                 self.members[i].table = table
+            if kind.wants_steps:
+                self.observers.append((batch, [self.places[i] for i in chosen]))
             self._together[kind] = batch, chosen, np.array([source for _, source in found], np.int32)
 
     def drafters_of(self, kind: type[BatchDrafter], requests: Seq[SpeculatedRequest], places: Seq[int]) -> DrafterBatch:

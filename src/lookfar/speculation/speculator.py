@@ -108,7 +108,7 @@ class Speculator:
         wanted = (step.speculates or step.prefills) and facts.wants_predictions
         top_k = (SAMPLED_TOP_K if step.samples else TOP_K) if wanted else 0
         step.plan = make_plan(requests, facts, rows, step.drafts, top_k)
-        step.plan.prefills = any(request.prompt_pending for request in requests)
+        step.plan.prefills = facts.has_prompts()
         step.plan.hidden = facts.wants_hidden
         return step.plan
 
@@ -172,16 +172,16 @@ class Speculator:
         for place, request in enumerate(step.batch.requests):
             if request.error is not None:
                 continue
-            ends, rows = request.is_finished, step.plan.requests[place]
+            ends = request.is_finished
             finished = finished or ends
-            prefilled = step.prefills and (len(rows.pending) > 1 or not rows.complete)
+            prefilled = step.prefills and (step.plan.num_pending[place] > 1 or not step.plan.complete[place])
             if (step.speculates or ends or prefilled) and request.speculation.drafters:
                 places.append(place)
             elif request.speculation.hidden_drafters:
                 unseen.append(place)
         if places or unseen:
             outcomes = StepOutcomes(step.batch.requests, step.plan, walks, result)
-            outcomes.show(places, self._drafting)
+            outcomes.show(places, self._drafting, finished)
             outcomes.show_hidden(unseen)
         self._unlearned.append(step)
         if finished:
@@ -206,10 +206,8 @@ class Speculator:
         """Count the draft tokens of a step, teach the acceptance models, and refine the cost curve."""
         assert step.plan is not None
         assert step.result is not None
-        for request, rows, walk in zip(step.batch.requests, step.plan.requests, step.walks, strict=True):
-            if walk is not None:
-                request.count_drafts(rows.tree, walk.nodes)
         for group in step.drafts.groups if step.drafts is not None else ():
+            group.count(step.walks)
             group.learn(step.walks)
             for member in group.members:
                 speculation, walk = member.request.speculation, step.walks[member.place]
