@@ -1,9 +1,11 @@
-"""The last output of a request."""
+"""The outputs of a request: of a step, and the last one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from copy import copy
 
+from lookfar.core.plan import RequestPlan
 from lookfar.engine.outputs import RequestResult, StepOutput
 from lookfar.engine.request import RequestState
 
@@ -13,6 +15,27 @@ def result_of(state: RequestState) -> RequestResult:
     assert state.finish_reason is not None
     sampler = state.sampler
     return RequestResult(state.output, state.finish_reason, state.stats, sampler.scores, sampler.logits, state.exported)
+
+
+def step_output(
+    state: RequestState, accepted: Seq[int], fed: RequestPlan, seconds: float, host_seconds: float
+) -> StepOutput:
+    """Return the output of a step that emitted tokens."""
+    stats, reason = state.stats, state.finish_reason
+    return StepOutput(
+        state.handle,
+        state.index,
+        stats.steps,
+        state.deliver(),
+        tuple(accepted),
+        fed,
+        seconds,
+        host_seconds,
+        stats.seconds,
+        stats.reused_tokens,
+        reason,
+        result_of(state) if reason is not None else None,
+    )
 
 
 def last_output(state: RequestState) -> StepOutput:

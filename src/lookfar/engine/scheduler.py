@@ -8,7 +8,7 @@ from time import perf_counter
 
 from lookfar.core.plan import RunnerLimits, StepPlan
 from lookfar.engine.batch import StepBatch
-from lookfar.engine.last_output import last_output, own_error, result_of
+from lookfar.engine.last_output import last_output, own_error, step_output
 from lookfar.engine.outputs import StepOutput
 from lookfar.engine.prefix_reuse import PrefixReuse
 from lookfar.engine.request import RequestState
@@ -236,7 +236,8 @@ class Scheduler:
             stats.rows += length - pending + 1
             if state.replays:
                 stats.replayed_rows += pending - 1
-            state.num_cached = self.cache.commit(state.kv, pending, [pending + node for node in walk.nodes])
+            accepted = [pending + node for node in walk.nodes] if walk.nodes else ()
+            state.num_cached = self.cache.commit(state.kv, pending, accepted)
             state.replays = True
             if len(stats.step_sizes) == 1:  # requests that come meanwhile begin like it, perhaps
                 self.reuse.keep(state)
@@ -254,22 +255,7 @@ class Scheduler:
             if not (state.every_step or state.is_finished):
                 continue
             if walk is not None and state.error is None:
-                outputs.append(
-                    StepOutput(
-                        state.handle,
-                        state.index,
-                        state.stats.steps,
-                        state.deliver(),
-                        tuple(walk.nodes),
-                        plan.requests[place],
-                        batch.seconds,
-                        share,
-                        state.stats.seconds,
-                        state.stats.reused_tokens,
-                        state.finish_reason,
-                        result_of(state) if state.finish_reason is not None else None,
-                    )
-                )
+                outputs.append(step_output(state, walk.nodes, plan.requests[place], batch.seconds, share))
             elif state.error is not None:
                 outputs.append(last_output(state))
         return outputs + self.take_ended()

@@ -66,6 +66,7 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
             try:
                 if request.has_rules:
                     found = _walk_with_rules(place, request, plan.requests[place], result)
+                    now = perf_counter()
                 else:
                     tokens = all_tokens[start:end]
                     found = Walk(all_nodes[start : end - 1], tokens)
@@ -74,7 +75,7 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
                 if request.samples_by_row:
                     check_sampled(np.array(found.tokens))
                     found.sampling_seconds = sampling.get(place, 0.0)
-                request.accept(found.tokens, found.finish_reason, perf_counter() if request.has_rules else now)
+                request.accept(found.tokens, found.finish_reason, now)
             except BaseException as error:
                 request.fail(error)
                 found = None

@@ -58,9 +58,12 @@ class StepOutcomes:
     ) -> None:
         self.requests, self.plan, self.walks, self.result = requests, plan, walks, result
 
-    def show(self, places: list[int], drafting: DraftingBatch, any_finished: bool = True) -> None:
-        """Show the step to the drafters of some requests. An error of a drafter fails its request."""
-        if not any_finished and not drafting.alone and drafting.is_of(self.requests, places):
+    def show(self, places: list[int], drafting: DraftingBatch, ended: bool) -> None:
+        """Show the step to the drafters of some requests. An error of a drafter fails its request.
+
+        `ended` says whether a request of the step has ended.
+        """
+        if not ended and not drafting.alone and drafting.is_of(self.requests, places):
             for batch, shown in drafting.observers:
                 batch.observe(self.of_batch(shown))
             return

@@ -60,6 +60,7 @@ class DraftingBatch:
         self.members = [Member(place, requests[place]) for place in places]
         self.urgency = Urgency([member.request for member in self.members])
         self.texts = [member.request.ids for member in self.members]
+        self.samples = any(member.request.sampler.random is not None for member in self.members)
         self.alone = [i for i, member in enumerate(self.members) if member.request.speculation.other_drafters]
         # By class, with their members and sources.
         self._together: dict[type[BatchDrafter], tuple[DrafterBatch, list[int], Int32s]] = {}
@@ -94,7 +95,7 @@ class DraftingBatch:
 
         About `rows` can be verified for each request; `others_wait` for a place in the batch.
         """
-        found = Proposals(self.members, limits, self.urgency.of_step(others_wait))
+        found = Proposals(self.members, limits, self.urgency.of_step(others_wait), self.samples)
         for batch, chosen, sources in self._together.values():
             everyone = len(chosen) == len(self.members)
             texts = self.texts if everyone else [self.texts[i] for i in chosen]
@@ -118,8 +119,9 @@ class DraftingBatch:
 class Proposals:
     """What the drafters of all requests of a step propose. Drafts and runner-ups belong to members by their index."""
 
-    def __init__(self, members: list[Member], limits: Int32s, urgency: Floats) -> None:
+    def __init__(self, members: list[Member], limits: Int32s, urgency: Floats, samples: bool) -> None:
         self.members = members
+        self.samples = samples  # whether a member does
         self.limits = limits
         self.urgency = urgency  # of the members
         self.parts: list[DraftArrays] = []
@@ -172,7 +174,7 @@ class Proposals:
         about[:, LAST] = [ids[-1] for ids in texts]
         about[:, MAX_DEPTH] = limits if max_depth is None else np.minimum(limits, max_depth)
         about[:, PLACE] = [member.place for member in members]
-        noise = known_noise([member.request for member in members])
+        noise = known_noise([member.request for member in members]) if self.samples else _unknown_noise(len(members))
         roots = RootArrays(about, runner_ups, logits, urgency)
         return BuildInputs(drafts, roots, noise, members[0].table, members[0].acceptance)
 
@@ -218,8 +220,6 @@ _unknown_noise = lru_cache(maxsize=64)(NoiseArrays.unknown)  # never written to
 def known_noise(requests: Seq[SpeculatedRequest]) -> NoiseArrays:
     """Return the noise that the next tokens of sampled requests will meet, as far as it is known."""
     sampled = [(i, r.sampler) for i, r in enumerate(requests) if r.sampler.random is not None]
-    if not sampled:
-        return _unknown_noise(len(requests))
     arrays = NoiseArrays.unknown(len(requests))
     for i, sampler in sampled:
         arrays.positions[i], arrays.temperatures[i] = sampler.num_emitted, sampler.temperature

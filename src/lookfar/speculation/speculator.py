@@ -58,6 +58,20 @@ class StepRecord:
         expected = self.drafts.expected
         return float(sum(map(bool, emitted)) + (extra if expected is None else (extra + expected) / 2))
 
+    def observers(self) -> tuple[list[int], list[int]]:
+        """Return the requests whose drafters observe the step, and those where only drafters from hidden states do."""
+        assert self.plan is not None
+        places, unseen = [], []
+        for place, request in enumerate(self.batch.requests):
+            if request.error is not None:
+                continue
+            prefilled = self.prefills and (self.plan.num_pending[place] > 1 or not self.plan.complete[place])
+            if (self.speculates or request.is_finished or prefilled) and request.speculation.drafters:
+                places.append(place)
+            elif request.speculation.hidden_drafters:
+                unseen.append(place)
+        return places, unseen
+
 
 class Speculator:
     """Plans steps: proposals, one draft tree for each request, the row budget, and speculation on or off."""
@@ -168,28 +182,20 @@ class Speculator:
         assert step is not None
         assert step.plan is not None
         step.walks, step.result = walks, result
-        finished, places, unseen = False, [], []
-        for place, request in enumerate(step.batch.requests):
-            if request.error is not None:
-                continue
-            ends = request.is_finished
-            finished = finished or ends
-            prefilled = step.prefills and (step.plan.num_pending[place] > 1 or not step.plan.complete[place])
-            if (step.speculates or ends or prefilled) and request.speculation.drafters:
-                places.append(place)
-            elif request.speculation.hidden_drafters:
-                unseen.append(place)
+        requests = step.batch.requests
+        ended = any(request.is_finished for request in requests)
+        places, unseen = step.observers() if ended or not step.speculates else (self._facts_of(requests).drafting, [])
         if places or unseen:
-            outcomes = StepOutcomes(step.batch.requests, step.plan, walks, result)
-            outcomes.show(places, self._drafting, finished)
+            outcomes = StepOutcomes(requests, step.plan, walks, result)
+            outcomes.show(places, self._drafting, ended)
             outcomes.show_hidden(unseen)
         self._unlearned.append(step)
-        if finished:
+        if ended:
             self.learn()  # its counts are read next
 
     def learn(self) -> None:
         """Do the learning that the next plan does not need: called while the device works."""
-        if self._step is not None and self._step.speculates:
+        if self._step is not None and self._step.speculates and self._step.samples:
             for request in self._step.batch.requests:
                 if request.sampler.random is not None:
                     request.sampler.random.prefetch()
