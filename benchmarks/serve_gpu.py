@@ -144,7 +144,7 @@ def main() -> None:
     most = max(given.clients)
     lm = lookfar.load("demo", device=given.device, dtype=given.dtype, max_batch=most, compile=given.compile)
     lm.warmup(requests=most)
-    lm.driver.captures_when_idle = True
+    lm.driver.works_when_idle = True
     rows = asyncio.run(measure(lm, given))
     name = torch.cuda.get_device_name() if lm.device.type == "cuda" else "cpu"
     print(json.dumps({"device": name, "dtype": given.dtype, "through": given.through, "rows": rows}))

@@ -37,6 +37,7 @@ def own_cache_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lookfar.engine.costs.cache_dir", lambda: folder)
+        patch.setattr("lookfar.engine.prior.cache_dir", lambda: folder)
         patch.setattr("lookfar.profiles.cache_dir", lambda: folder)
         patch.setattr("lookfar.core.compile_ahead.is_compiled", lambda: True)  # no second processes
         yield

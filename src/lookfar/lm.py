@@ -18,6 +18,7 @@ from lookfar.engine.driver import Driver
 from lookfar.engine.engine import Engine, EngineConfig
 from lookfar.engine.fallback import FallbackStream, decode_with_transformers
 from lookfar.engine.outputs import RequestResult, StepOutput
+from lookfar.engine.prior import prior_context
 from lookfar.engine.request import KVOptions, Request
 from lookfar.engine.warmup import example_prompt, warm_up
 from lookfar.errors import LookfarWarning, ModelError, RequestError
@@ -93,6 +94,7 @@ class LM:
         if store is not None:
             state.store.load(store)
         self.engine = Engine(create_runner(bound, cuda_graphs, compile, exact), config, state)
+        self.engine.prior_context = prior_context(bound, self.tokenizer)
         self.driver = Driver(self.engine)
         self._warned: set[str] = set()
 
@@ -131,18 +133,20 @@ class LM:
         """
         self.driver.call(lambda: self.engine.refresh(everything=True))
 
-    def warmup(self, *, requests: int | None = None, length: int | None = None, sampling: bool = False) -> None:
+    def warmup(
+        self, *, requests: int | None = None, length: int | None = None, sampling: bool = False, prior: bool = True
+    ) -> None:
         """Do now what first requests would wait for: compile, capture CUDA graphs, pack weights, measure steps.
 
         Up to `requests` at once (`max_batch`) will run at full speed, as long as no text has more than `length` tokens,
-        prompt included (1,024); with `sampling`, sampled ones too. Outputs, draft state and random generators stay as
-        they are. Requests of other threads run in between. What is done already is not done again.
+        prompt included (1,024); with `sampling`, sampled ones too. With `prior`, the model also predicts what follows
+        single tokens, for three seconds at most, to draft from. Nothing is done twice, and outputs stay as they are.
         """
         if not self.engine.runner.model.support.drafts or self.why_call_falls_back():
             return
         ids, kinds = example_prompt(self.engine), (False, True) if sampling else (False,)
         examples = [self.requests(ids, max_new_tokens=len(ids), do_sample=kind, seed=0)[0][0] for kind in kinds]
-        warm_up(self.driver, examples, requests or self.engine.scheduler.max_batch, length)
+        warm_up(self.driver, examples, requests or self.engine.scheduler.max_batch, length, prior)
 
     @overload
     def generate(

@@ -29,7 +29,7 @@ def rehearse() -> None:
     for requests in (1, 2):
         lm = LM(tiny_model(), max_batch=requests)
         lm.engine.speculator.costs = CostCurve({1: 1.0, 8: 1.0, 16: 16.0})  # steps of a tiny model say nothing
-        lm.warmup(requests=requests, length=128, sampling=True)
+        lm.warmup(requests=requests, length=128, sampling=True, prior=False)
         lm.generate(list(range(8)) * 4, max_new_tokens=24)
 
 

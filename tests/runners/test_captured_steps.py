@@ -165,7 +165,7 @@ def test_after_the_missing_steps_nothing_is_captured(monkeypatch: pytest.MonkeyP
 def test_wanted_steps_are_captured_when_the_driver_is_idle(allowed: bool) -> None:
     model = tiny_model("llama")
     lm = flat_lm(model, max_batch=3)
-    lm.driver.captures_when_idle = allowed
+    lm.driver.works_when_idle = allowed
     expected = [reference(model, prompt, NEW) for prompt in PROMPTS]
     assert [done.token_ids for done in lm.generate(PROMPTS, max_new_tokens=NEW, strategy="none")] == expected
     runner: Any = lm.engine.runner
@@ -182,7 +182,7 @@ def test_wanted_steps_are_captured_when_the_driver_is_idle(allowed: bool) -> Non
 def test_an_idle_driver_with_wishes_is_collected_and_closed() -> None:
     lm: LM | None = flat_lm(tiny_model("llama"), max_batch=3)
     assert lm is not None
-    lm.driver.captures_when_idle = True
+    lm.driver.works_when_idle = True
     lm.generate(PROMPTS, max_new_tokens=4, strategy="none")
     thread = lm.driver._thread
     assert thread is not None

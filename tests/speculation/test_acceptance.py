@@ -7,6 +7,7 @@ import pytest
 
 from lookfar.retrieval.recycle_table import NO_RECYCLING
 from lookfar.speculation.acceptance import AcceptanceModel, initial_weights
+from lookfar.speculation.proposals import no_off_path
 from lookfar.speculation.tree_builder import (
     BuildInputs,
     BuildLimits,
@@ -23,7 +24,7 @@ def build(draft: list[int], score: int, acceptance: AcceptanceModel) -> Candidat
     weights, sources = np.ones(1, np.float32), np.zeros(1, np.int32)
     drafts = DraftArrays(one([draft], np.int32), one([score], np.int32), weights, sources, one([0], np.int32))
     runner_ups = np.full((1, 7), -1, np.int32), np.zeros((1, 7), np.float32)
-    roots = RootArrays(one([[1, 2, 9, 0]], np.int32), *runner_ups, np.ones(1, np.float32))
+    roots = RootArrays(one([[1, 2, 9, 0]], np.int32), *runner_ups, no_off_path(1), np.ones(1, np.float32))
     inputs = BuildInputs(drafts, roots, NoiseArrays.unknown(1), NO_RECYCLING, acceptance)
     return build_candidates(inputs, BuildLimits(8, np.full(1, 8, np.int32), 0.0, 100))
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from lookfar.retrieval.recycle_table import NO_RECYCLING, RecycleTable
 from lookfar.speculation.acceptance import AcceptanceModel
+from lookfar.speculation.proposals import no_off_path
 from lookfar.speculation.tree_builder import (
     DEPTH,
     NUM_SOURCES,
@@ -51,6 +52,7 @@ def inputs_of(batch: Drafts, max_depth: int = 9, table: RecycleTable = NO_RECYCL
             about=np.array([[2, 3, max_depth, place] for place in range(len(batch))], np.int32),
             runner_ups=np.full((len(batch), 7), -1, np.int32),
             runner_up_logits=np.zeros((len(batch), 7), np.float32),
+            off_path=no_off_path(len(batch)),
             urgency=np.ones(len(batch), np.float32),
         ),
         NoiseArrays.unknown(len(batch)),
@@ -194,3 +196,15 @@ def test_rows_go_to_the_urgent_request() -> None:
     urgent = build_candidates(inputs, limits(4))
     assert np.bincount(urgent.nodes[urgent.chosen, OWNER], minlength=2).tolist() == [0, 4]
     assert np.allclose(urgent.chosen_scores, urgent.scores[urgent.chosen])  # estimates are not changed by it
+
+
+def test_off_path_predictions_become_candidates_at_their_depth() -> None:
+    inputs = inputs_of([[([7], 12, 0)], []])
+    off_path = inputs.roots.off_path
+    off_path[0, :, 0, 0] = 8, 1  # for the next token of the first request
+    off_path[0, :, 1, 0] = 9, 1  # for the one behind it
+    off_path[0, :, 1, 1] = 200, 1  # outside of the vocabulary
+    found = build_candidates(inputs, limits(20))
+    assert {path for path in paths(found, 0) if len(path) == 1} == {(7,), (8,)}
+    assert {path for path in paths(found, 0) if len(path) == 2} == {(7, 9), (8, 9)}
+    assert not paths(found, 1)

@@ -60,7 +60,7 @@ def chat(
     lm.chat_ids([{"role": "user", "content": "Hi"}])  # fails now if the model has no chat template
     with contextlib.suppress(KeyboardInterrupt):  # the first answer is only slower without it
         lm.warmup(requests=1, length=4 * max_new_tokens, sampling=bool(sampling))
-    lm.driver.captures_when_idle = True
+    lm.driver.works_when_idle = True
     _converse(Conversation(lm, system, {"max_new_tokens": max_new_tokens, "budget": rows, **sampling}, chosen))
 
 

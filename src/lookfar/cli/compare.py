@@ -76,7 +76,7 @@ def _decode(
     runs: dict[str, list[Completion]] = {side: [] for side in methods}
     new = asked["max_new_tokens"]
     # The first forward passes of a process are slow, and CUDA graphs are captured when their size is first needed.
-    lm.warmup(requests=1, length=len(ids) + new, sampling=bool(asked.get("temperature")))
+    lm.warmup(requests=1, length=len(ids) + new, sampling=bool(asked.get("temperature")), prior=False)
     first = new if lm.engine.runner.limits.captured else min(4, new)
     for method in methods.values():
         with progress_bar("Decoding a few tokens"):

@@ -45,7 +45,7 @@ def explain(
     ids, text = options.prompt_ids(lm, prompt, raw)
     options.speculate(lm, chosen, rows)
     lm.requests(ids, max_new_tokens=max_new_tokens)  # refuses a prompt that is too long before the warm-up
-    lm.warmup(requests=1, length=len(ids) + max_new_tokens)
+    lm.warmup(requests=1, length=len(ids) + max_new_tokens, prior=False)
     explained = explain_steps(lm, ids, max_new_tokens)
     if html is not None:
         options.write_page(html, explain_page(explained, text, model))

@@ -79,4 +79,6 @@ def _print_json(lm: LM, ids: list[int], asked: dict[str, Any]) -> None:
 
 def _warm_up(lm: LM, ids: list[int], asked: dict[str, Any]) -> None:
     """Compile, pack and measure before the clock of the answer starts."""
-    lm.warmup(requests=1, length=len(ids) + asked["max_new_tokens"], sampling=bool(asked.get("temperature")))
+    lm.warmup(
+        requests=1, length=len(ids) + asked["max_new_tokens"], sampling=bool(asked.get("temperature")), prior=False
+    )

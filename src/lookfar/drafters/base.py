@@ -109,6 +109,7 @@ class BatchProposal:
     owners: Int32s = field(default_factory=lambda: NO_TOKENS)  # [k] which of the drafters proposes each
     sources: Int32s = field(default_factory=lambda: NO_TOKENS)  # [k] index into the class's `source_names`
     runner_ups: tuple[Int32s, Floats] | None = None  # [drafters, k] tokens, -1 for none, and their logits
+    off_path: Int32s | None = None  # [drafters, 2, positions, k] predictions of the last step off the accepted path
 
 
 @dataclass(slots=True)

@@ -74,7 +74,8 @@ class RecycleBatch(DrafterBatch):
             self.members.setdefault(table, []).append(i)
 
     def propose(self, texts: Seq[Seq[int]], limits: Int32s, rows: int) -> BatchProposal:
-        return BatchProposal(runner_ups=read_runner_ups(self.runner_ups))
+        tokens, logits, off_path = read_runner_ups(self.runner_ups)
+        return BatchProposal(runner_ups=(tokens, logits), off_path=off_path)
 
     def observe(self, outcome: BatchOutcome) -> None:
         if outcome.top_ids is None or outcome.top_logits is None:

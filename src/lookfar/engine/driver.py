@@ -29,7 +29,7 @@ from lookfar.errors import LookfarError
 QUEUE_LIMIT = 64  # outputs of one request that wait for their reader
 CLOSE_SECONDS = 10.0  # to wait for the step that is under way when the driver is closed
 
-IDLE_SECONDS = 0.05  # without work before steps are captured that larger ones stood in for
+IDLE_SECONDS = 0.05  # without requests before steps are captured and the prior is computed
 
 Message = Callable[[], None]
 Notify = Callable[[bool], None]  # told whether an output is the last one of its request
@@ -148,7 +148,7 @@ class Driver:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.captures_when_idle = False  # for programs that use the model through this driver only
+        self.works_when_idle = False  # for programs that use the model through this driver only
         self._inbox: SimpleQueue[Message | None] = SimpleQueue()  # of the present thread
         self._lock = fork_safe_lock()  # reentrant: a stream that is collected meanwhile posts its cancellation
         self._thread: Thread | None = None
@@ -251,12 +251,12 @@ class Driver:
             message = inbox.get()
         return False
 
-    def capture_when_idle(self) -> bool:
-        """Capture a step that was missing, while there is no work; returns whether there are more of them."""
-        if not self.captures_when_idle or self.engine.has_work:
+    def work_when_idle(self) -> bool:
+        """Capture a step that was missing, or else compute a part of the prior; returns whether there is more to do."""
+        if not self.works_when_idle or self.engine.has_work:
             return False
         try:
-            return self.engine.capture_wanted()
+            return self.engine.capture_wanted() or self.engine.extend_prior()
         except Exception:  # of a model that was changed meanwhile, for example: the next request will say so
             return False
 
@@ -308,7 +308,7 @@ def _drive(driver_of: ref[Driver], inbox: SimpleQueue[Message | None], before: T
             message = inbox.get(timeout=patience)
         except Empty:
             driver = driver_of()
-            patience = IDLE_SECONDS if driver is not None and driver.capture_when_idle() else None
+            patience = IDLE_SECONDS if driver is not None and driver.work_when_idle() else None
             del driver
             continue
         driver = driver_of()
@@ -318,7 +318,7 @@ def _drive(driver_of: ref[Driver], inbox: SimpleQueue[Message | None], before: T
             torch.cuda.set_device(driver.engine.runner.model.device)
         if not driver.run(message, inbox):
             return
-        patience = IDLE_SECONDS if driver.captures_when_idle else None
+        patience = IDLE_SECONDS if driver.works_when_idle else None
         del driver, message
 
 

@@ -5,6 +5,7 @@ A step runs the model once for a batch of requests: schedule, draft, run, verify
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import count
 
@@ -13,6 +14,7 @@ from lookfar.engine.counts import EngineCounts
 from lookfar.engine.first_pass import FirstPassStep
 from lookfar.engine.limits import check_request
 from lookfar.engine.outputs import StepOutput
+from lookfar.engine.prior import PriorBuilder
 from lookfar.engine.request import Request, RequestState
 from lookfar.engine.scheduler import Scheduler
 from lookfar.engine.verify import verify
@@ -58,6 +60,8 @@ class Engine:
         self.scheduler = Scheduler(self.cache, self.config.max_batch, self.config.prefill_chunk)
         self.speculator = Speculator(costs)
         self.counts = EngineCounts()
+        self.prior_context: Seq[int] | None = None  # the text before single tokens; None: there is no prior
+        self._priors: PriorBuilder | None = None
         self.is_rehearsed = False  # whether a warm-up has decoded something with the model as it is
         self._handles = count()
 
@@ -101,6 +105,8 @@ class Engine:
             self.refresh()
         draft_state = request.draft_state or self.draft_state
         draft_state.fit(self.runner.model.vocab_size)
+        if self.priors is not None:
+            draft_state.sources.use_prior(self.priors.prior)
         state = RequestState(request, next(self._handles), index, draft_state, self.runner.model)
         state.every_step = every_step
         if self.needs_costs(request):
@@ -116,6 +122,20 @@ class Engine:
         """Read or measure the cost curve, unless it is known already."""
         if self.speculator.costs is None:
             self.speculator.use_costs(known_costs(self.runner, self.cache, self.scheduler.max_batch))
+
+    @property
+    def priors(self) -> PriorBuilder | None:
+        """The prior of the model's recycle tables, as far as it was computed."""
+        if self._priors is None and self.prior_context is not None:
+            self._priors = PriorBuilder(self.runner, self.prior_context)
+        return self._priors
+
+    def extend_prior(self) -> bool:
+        """Compute a part of the prior, if nothing is running; returns whether there is more to compute now."""
+        if self.priors is None or not self.priors.has_work or self.cache.order:
+            return False
+        self.priors.step(self.cache)
+        return self.priors.has_work
 
     def capture_wanted(self) -> bool:
         """Capture a step that larger ones have stood in for; False if there is none left.
@@ -137,6 +157,7 @@ class Engine:
         self.is_rehearsed = self.is_rehearsed and change is ModelChange.NONE
         if change is not ModelChange.NONE:
             self._forget_prefixes()
+            self._priors = None
         if change is ModelChange.WEIGHTS:
             self.cache.forget()
         elif change is ModelChange.SHAPE:
@@ -177,6 +198,8 @@ class Engine:
             self.runner.model.forget()
         if self.speculator.costs is not None:
             save_refined_costs(self.runner, self.speculator.costs, self.speculator.experience)
+        if self._priors is not None:
+            self._priors.save()
 
     def widen(self, requests: int) -> None:
         """Raise `max_batch` to at least `requests`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 
 from lookfar.core.progress import progress_bar
 from lookfar.engine.costs import MEASURED_LENGTH, MEASURING
@@ -17,6 +18,7 @@ from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.draft_state import DraftState
 
 EXAMPLE_LENGTH = 12  # tokens of a prompt, and of its answer, that are decoded
+PRIOR_SECONDS = 3.0  # for the prior: all of a small model's on a GPU, its most frequent tokens on a CPU
 LENGTH = 1024  # tokens of a text that captured steps have room for, unless another length is given
 
 
@@ -28,19 +30,35 @@ class WarmupTask:
     run: Callable[[], None]
 
 
-def warm_up(driver: Driver, examples: Seq[Request], requests: int, length: int | None = None) -> None:
-    """Warm up the engine of a driver, task by task: its requests run in between."""
+def extend_prior(driver: Driver) -> None:
+    """Compute the prior of the recycle table for a while, or to its end; requests run in between."""
+    priors, end = driver.call(lambda: driver.engine.priors), perf_counter() + PRIOR_SECONDS
+    if priors is None or not priors.has_work:
+        return
+    before = priors.prior.count
+    with progress_bar("Predicting after single tokens", len(priors.prior.ids), before) as advance:
+        while driver.call(driver.engine.extend_prior) and perf_counter() < end:
+            advance(priors.prior.count - before)
+            before = priors.prior.count
+    driver.call(priors.save)
+
+
+def warm_up(
+    driver: Driver, examples: Seq[Request], requests: int, length: int | None = None, prior: bool = True
+) -> None:
+    """Warm up the engine of a driver, task by task: its requests run in between. Computes some of the prior, too."""
     engine = driver.engine
     EngineConfig(requests, length)  # refuses what is no number of requests or tokens
     length = min(length or LENGTH, engine.max_length or length or LENGTH)
     tasks = driver.call(lambda: warmup_tasks(engine, examples, requests, length))
-    if not tasks:
-        return
-    with progress_bar("Warming up", len(tasks)) as advance:
-        for task in tasks:
-            with progress_bar(task.text):
-                driver.call(task.run)
-            advance(1)
+    if tasks:
+        with progress_bar("Warming up", len(tasks)) as advance:
+            for task in tasks:
+                with progress_bar(task.text):
+                    driver.call(task.run)
+                advance(1)
+    if prior:
+        extend_prior(driver)
 
 
 def example_prompt(engine: Engine) -> list[int]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lookfar.core.arrays import Bools, Floats, Int32s, Ints
 from lookfar.core.jit import jit
-from lookfar.retrieval.recycle_table import RecycleTable, pair_slot
+from lookfar.retrieval.recycle_table import NO_CONTEXT, RecycleTable, pair_slot
 
 FileArrays = Mapping[str, npt.NDArray[Any]]
 KINDS = ("token", "pair", "triple")
@@ -32,6 +32,8 @@ def export_table(table: RecycleTable) -> dict[str, npt.NDArray[Any]]:
         own_logits[behind_end] = 0
         filled = _known(kind, own_keys, vocab_size) & (own[:, 0] >= 0) & (own < vocab_size).all(1)
         filled &= np.isfinite(own_logits).all(1)
+        if kind == "token":
+            filled &= table.arrays.times[:vocab_size] != NO_CONTEXT  # the prior has a file of its own
         behind_end = behind_end[filled]
         width = int((~behind_end).any(0).sum()) if len(behind_end) else 0
         found[f"recycle.{kind}.keys"] = own_keys[filled]

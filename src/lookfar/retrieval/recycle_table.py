@@ -10,8 +10,10 @@ from lookfar.core.addresses import address_of, floats_at, ints_at, longs_at
 from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.jit import inline_jit, jit
 from lookfar.core.plan import COMPLETE, FIRST_NODE, FIRST_PENDING, NUM_NODES, NUM_PENDING, PREDICT, FlatPlan
+from lookfar.retrieval.off_path import PER_POSITION, POSITIONS, merge_off_path, new_merge_room
 
 TOP_K = 8  # predictions kept for each token and pair
+NO_CONTEXT = -1  # the time of predictions after a token alone, from the prior
 SAMPLED_TOP_K = 24  # the same for sampled texts, where the sampling noise says which of them to draft
 
 
@@ -57,6 +59,13 @@ class RecycleTable:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
+    def set_prior(self, first: int, ids: Int32s, logits: Floats) -> None:
+        """Start with predictions after the tokens `first …` alone, [tokens, k], where nothing was learned."""
+        arrays, k = self.arrays, ids.shape[1]
+        new = first + np.flatnonzero(arrays.token_ids[first : first + len(ids), 0] < 0)
+        arrays.token_ids[new, :k], arrays.token_logits[new, :k] = ids[new - first], logits[new - first]
+        arrays.times[new] = NO_CONTEXT
+
     def learn(self, before: Int32s, tokens: Int32s, top_ids: Int32s, top_logits: Floats) -> None:
         """Store that the model predicted `top_ids[i]`, most likely first, after `tokens[i]`.
 
@@ -79,11 +88,12 @@ class RunnerUps:
     def __init__(self) -> None:
         self.tokens: Int32s = np.full(SAMPLED_TOP_K - 1, -1, np.int32)  # -1 for none
         self.logits: Floats = np.zeros(SAMPLED_TOP_K - 1, np.float32)
+        self.off_path: Int32s = np.zeros((2, POSITIONS, PER_POSITION), np.int32)
         self._locate()
 
     def _locate(self) -> None:
         """Tell compiled code where the arrays are."""
-        self._arrays: Ints = np.array([address_of(self.tokens), address_of(self.logits)])
+        self._arrays: Ints = np.array([address_of(a) for a in (self.tokens, self.logits, self.off_path)])
         self.address = address_of(self._arrays)
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -186,6 +196,7 @@ def learn_rows(arrays, plan, about, top, runner_ups):  # type: ignore[no-untyped
     """Store the predictions after all rows of some requests, windows excepted, and set their runner-ups."""
     all_about, pending, nodes = plan
     top_ids, top_logits = top
+    room = new_merge_room()
     for i in range(len(about)):
         place, start, last, emitted, before, first = about[i]
         own = all_about[place]
@@ -214,11 +225,14 @@ def learn_rows(arrays, plan, about, top, runner_ups):  # type: ignore[no-untyped
             mark_token(arrays, nodes[0, own[FIRST_NODE] + node])
             node = nodes[1, own[FIRST_NODE] + node]
         set_runner_ups(runner_ups[i], top_ids[last], top_logits[last], emitted)
+        off_path = ints_at(longs_at(runner_ups[i], 3)[2], (2, POSITIONS, PER_POSITION))
+        tree = nodes[:, own[FIRST_NODE] : own[FIRST_NODE] + own[NUM_NODES]]
+        merge_off_path(off_path, tree, top, (start + len(tokens), last - start - len(tokens)), room)
 
 
 @jit
 def set_runner_ups(address, top_ids, top_logits, emitted):  # type: ignore[no-untyped-def]
-    arrays = longs_at(address, 2)
+    arrays = longs_at(address, 3)
     tokens, logits = ints_at(arrays[0], SAMPLED_TOP_K - 1), floats_at(arrays[1], SAMPLED_TOP_K - 1)
     left_out = emitted if emitted >= 0 else top_ids[0]
     count, most = 0, len(top_ids) - 1
@@ -231,11 +245,17 @@ def set_runner_ups(address, top_ids, top_logits, emitted):  # type: ignore[no-un
 
 @jit
 def read_runner_ups(addresses):  # type: ignore[no-untyped-def]
-    """Return the tokens and logits of the runner-ups of several texts, [texts, k]."""
+    """Return the tokens and logits of the runner-ups of several texts, [texts, k], and their off-path predictions."""
     tokens = np.empty((len(addresses), SAMPLED_TOP_K - 1), np.int32)
     logits = np.empty(tokens.shape, np.float32)
+    off_path = np.empty((len(addresses), 2, POSITIONS, PER_POSITION), np.int32)
+    flat = off_path.reshape(len(addresses), -1)
     for i in range(len(addresses)):
-        arrays = longs_at(addresses[i], 2)
-        tokens[i] = ints_at(arrays[0], SAMPLED_TOP_K - 1)
-        logits[i] = floats_at(arrays[1], SAMPLED_TOP_K - 1)
-    return tokens, logits
+        arrays = longs_at(addresses[i], 3)
+        own_tokens, own_logits = ints_at(arrays[0], SAMPLED_TOP_K - 1), floats_at(arrays[1], SAMPLED_TOP_K - 1)
+        own_off_path = ints_at(arrays[2], flat.shape[1])
+        for j in range(SAMPLED_TOP_K - 1):  # slices would take seconds longer to compile
+            tokens[i, j], logits[i, j] = own_tokens[j], own_logits[j]
+        for j in range(flat.shape[1]):
+            flat[i, j] = own_off_path[j]
+    return tokens, logits, off_path

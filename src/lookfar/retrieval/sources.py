@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from lookfar.retrieval.draft_store import DraftStore
+from lookfar.retrieval.prior import RecyclePrior
 from lookfar.retrieval.recycle_table import RecycleTable
 
 PAIRS = 1 << 16  # of the recycle table that all requests share
@@ -19,13 +20,15 @@ class DraftSources:
         self.vocab_size = vocab_size
         self.store = store or DraftStore(vocab_size)
         self._recycle_table: RecycleTable | None = None
+        self._prior: RecyclePrior | None = None
+        self._known = 0  # tokens of the prior that the table has
         self._shared: dict[Hashable, Any] = {}
 
     @property
     def recycle_table(self) -> RecycleTable:
         """Created on first use, because it takes memory for every token of the vocabulary."""
         if self._recycle_table is None:
-            self._recycle_table = RecycleTable(self.vocab_size, PAIRS)
+            self._recycle_table = self._new_table(PAIRS)
         return self._recycle_table
 
     @property
@@ -35,7 +38,21 @@ class DraftSources:
 
     def private_table(self) -> RecycleTable:
         """Return a recycle table for one request that leaves nothing behind."""
-        return RecycleTable(self.vocab_size, PRIVATE_PAIRS)
+        return self._new_table(PRIVATE_PAIRS)
+
+    def _new_table(self, pairs: int) -> RecycleTable:
+        table = RecycleTable(self.vocab_size, pairs)
+        if self._prior is not None:
+            self._prior.fill(table)
+        return table
+
+    def use_prior(self, prior: RecyclePrior) -> None:
+        """Let tables start with a prior; the one that is in use gets what it does not have yet."""
+        if prior is not self._prior:
+            self._prior, self._known = prior, 0
+        if prior.count > self._known and self._recycle_table is not None:
+            prior.fill(self._recycle_table, self._known)
+        self._known = prior.count
 
     def shared(self, key: Hashable, create: Callable[[], Any]) -> Any:
         """Return the object that was created for `key`, creating it on first use."""

@@ -19,7 +19,7 @@ log = logging.getLogger("lookfar.server")
 
 def serve_forever(lm: LM, config: ServerConfig, keys: ApiKeys, address: tuple[str, int]) -> None:
     """Serve until SIGINT or SIGTERM; then finish what is running, save the store, and return."""
-    lm.driver.captures_when_idle = True
+    lm.driver.works_when_idle = True
     release_thread_pool()  # this thread has loaded the model and computes nothing from now on
     service = Service(lm, config)
     for tenant in keys.tenants:

@@ -17,16 +17,18 @@ import numpy.typing as npt
 
 from lookfar.core.arrays import Floats
 from lookfar.core.jit import jit
+from lookfar.retrieval.off_path import CLASSES, MASSES
 from lookfar.speculation.calibration import Calibration
 from lookfar.speculation.initial_weights import (
     CROSSED_WEIGHTS,
     DEPTH_WEIGHTS,
+    OFF_PATH_WEIGHTS,
     RUNNER_UP_WEIGHTS,
     SEEN_WEIGHTS,
     TABLE_WEIGHTS,
 )
 
-LAYOUT = 1  # of the features below; weights in a file with another one are not used
+LAYOUT = 2  # of the features below; weights in a file with another one are not used
 
 # Offsets of the features in the weight vector. Feature 0 of a group means "no evidence".
 DEPTH, DEPTHS = 0, 12
@@ -34,13 +36,15 @@ RUNNER_UP, RUNNER_UPS = DEPTH + DEPTHS, 10  # absent, then by rank
 TABLES = RUNNER_UP + RUNNER_UPS
 LEVELS = 11  # levels of a recycled probability, the highest first
 STATES = 1 + 2 * LEVELS  # absent; predicted, by level; not predicted, by the level of the best prediction
-AGES = 4  # of a row of a table
+AGES = 5  # of a row of a table; the last one is that of the prior
 TABLE = AGES * STATES
 TABLE_COUNT = 3  # after the last token, after the last pair, after the last three
 CROSSED = LEVELS + 2  # absent, by level, not predicted
 CROSSES = TABLES + TABLE_COUNT * TABLE  # token and pair together, pair and triple together
 SEEN, SEEN_AGES = CROSSES + 2 * CROSSED * CROSSED, 16  # since a token was last part of a text; 0: never
-NOISE = SEEN + SEEN_AGES
+OFF_PATH = SEEN + SEEN_AGES  # for the next token and for those behind it: absent, then by kind
+OFF_PATH_KINDS = 1 + MASSES * CLASSES
+NOISE = OFF_PATH + 2 * OFF_PATH_KINDS
 NOISE_LEVELS = 8  # levels of the noise that a token meets, the most favourable first
 NOISE_FEATURES = 1 + 2 * NOISE_LEVELS  # unknown; of a token that no table predicts; of one that a table predicts
 DRAFTS = NOISE + NOISE_FEATURES
@@ -90,7 +94,7 @@ class AcceptanceModel:
 def initial_weights(source_count: int) -> Floats:
     """Return the initial weights: rounded values learned with the demo model."""
     weights = np.zeros(DRAFTS + source_count * SOURCE, dtype=np.float32)
-    learned = DEPTH_WEIGHTS + RUNNER_UP_WEIGHTS + TABLE_WEIGHTS + CROSSED_WEIGHTS + SEEN_WEIGHTS
+    learned = DEPTH_WEIGHTS + RUNNER_UP_WEIGHTS + TABLE_WEIGHTS + CROSSED_WEIGHTS + SEEN_WEIGHTS + OFF_PATH_WEIGHTS
     weights[:NOISE] = [float(weight) for weight in learned.split()]
     weights[NOISE + 1 : NOISE + 1 + NOISE_LEVELS] = NOISE_LOG_ODDS
     for source in range(source_count):

@@ -12,7 +12,8 @@ import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s
 from lookfar.core.jit import inline_jit, jit
-from lookfar.retrieval.recycle_table import TOP_K, find_pair, find_triple
+from lookfar.retrieval.off_path import KINDS, TOKENS
+from lookfar.retrieval.recycle_table import NO_CONTEXT, TOP_K, find_pair, find_triple
 from lookfar.speculation.acceptance import (
     AGAINST,
     CROSSED,
@@ -27,6 +28,8 @@ from lookfar.speculation.acceptance import (
     NOISE,
     NOISE_BOUNDS,
     NOISE_LEVELS,
+    OFF_PATH,
+    OFF_PATH_KINDS,
     ONE,
     RUNNER_UP,
     RUNNER_UPS,
@@ -47,8 +50,8 @@ BITS: Int32s = np.array([1 + age.bit_length() for age in range(256)], np.int32) 
 # Columns of the child table: how many drafts continue with the child, 1 + the level of its probability after the token,
 # the pair and the triple, 1 + its rank among the runner-ups; 0 for none. Then the source with the strongest evidence
 # (one past the last for none), and how many sources propose the child, with recycled predictions and runner-ups as one.
-CHILD, DRAFTED, OF_TOKEN, OF_PAIR, OF_TRIPLE, RANK, BEST_SOURCE, PROPOSED_BY = range(8)
-OWN_FEATURES = 8  # beside noise and sources
+CHILD, DRAFTED, OF_TOKEN, OF_PAIR, OF_TRIPLE, RANK, OFF, BEST_SOURCE, PROPOSED_BY = range(9)
+OWN_FEATURES = 9  # beside noise and sources
 
 
 class Children(NamedTuple):
@@ -66,7 +69,7 @@ class Children(NamedTuple):
 @inline_jit
 def new_children(source_count, k):  # type: ignore[no-untyped-def]
     return Children(
-        np.zeros((MAX_CHILDREN, 8), np.int32),
+        np.zeros((MAX_CHILDREN, 9), np.int32),
         np.full((MAX_CHILDREN, source_count), -1, np.int32),
         np.zeros((MAX_CHILDREN, source_count), np.float32),
         np.zeros((source_count, SCORES), np.float32),
@@ -190,8 +193,10 @@ def read_tables(table, path, children, count, sampling, limits):  # type: ignore
 
 @jit
 def age_of(time, now):  # type: ignore[no-untyped-def]
-    """Return how old a row of a table is: of the last step, of the last few, of this text, older."""
+    """Return how old a row of a table is: of the last step, of the last few, of this text, older, of the prior."""
     age = now - time  # negative after an overflow
+    if time == NO_CONTEXT:
+        return 4
     return 3 if age < 0 or age > 48 else 0 if age <= 1 else 1 if age <= 6 else 2
 
 
@@ -219,6 +224,20 @@ def read_runner_ups(row, child_table, count, sampling, vocab_size):  # type: ign
             child, count = add_child(child_table, count, tokens[i])
             if child >= 0:
                 child_table[child, RANK] = min(rank + 1, RUNNER_UPS - 1)
+    return count
+
+
+@jit
+def read_off_path(off_path, request, position, child_table, count, vocab_size):  # type: ignore[no-untyped-def]
+    """Add the predictions of the last step that were made for a position off the accepted path."""
+    for i in range(off_path.shape[3]):
+        token, kind = off_path[request, TOKENS, position, i], off_path[request, KINDS, position, i]
+        if not kind:
+            break
+        if token < vocab_size:
+            child, count = add_child(child_table, count, token)
+            if child >= 0:
+                child_table[child, OFF] = kind
     return count
 
 
@@ -278,13 +297,14 @@ def weigh_children(children, count, node, known, weights, features):  # type: ig
         features[child, 5] = CROSSES + of_token * CROSSED + of_pair
         features[child, 6] = CROSSES + CROSSED * CROSSED + of_pair * CROSSED + of_triple
         features[child, 7] = SEEN + (mark_age(marks[token], now) if token < len(marks) else 0)
+        features[child, 8] = OFF_PATH + (OFF_PATH_KINDS if depth else 0) + child_table[child, OFF]
         if own_features > OWN_FEATURES:
             features[child, OWN_FEATURES] = noise_feature(child_table, child, noise)
         total, strongest, best_source = np.float32(0.0), np.float32(-np.inf), source_count
         for i in range(own_features):
             total += weights[features[child, i]]
         predicted = child_table[child, OF_TOKEN] + child_table[child, OF_PAIR] + child_table[child, OF_TRIPLE]
-        proposed_by = min(child_table[child, RANK] + predicted, 1)
+        proposed_by = min(child_table[child, RANK] + child_table[child, OFF] + predicted, 1)
         for source in range(source_count):
             best, own = best_scores[source], match[child, source]
             kind = AGAINST + best if best >= 0 else 0

@@ -15,6 +15,7 @@ from lookfar.core.arrays import Floats, Int32s, stack
 from lookfar.core.plan import NO_WINDOW, WindowRows
 from lookfar.drafters.base import BatchDrafter, DrafterBatch, Proposal
 from lookfar.errors import RequestError
+from lookfar.retrieval.off_path import PER_POSITION, POSITIONS
 from lookfar.retrieval.recycle_table import NO_RECYCLING, SAMPLED_TOP_K, RecycleTable
 from lookfar.speculation.acceptance import AcceptanceModel
 from lookfar.speculation.interface import SpeculatedRequest
@@ -102,6 +103,8 @@ class DraftingBatch:
             proposed = batch.propose(texts, limits if everyone else limits[chosen], rows)
             if proposed.runner_ups is not None:
                 found.set_runner_ups(chosen, *proposed.runner_ups)
+            if proposed.off_path is not None:
+                found.set_off_path(chosen, proposed.off_path)
             if len(proposed.drafts):
                 owners = proposed.owners if everyone else np.array(chosen, np.int32)[proposed.owners]
                 all_sources = proposed.sources + sources[proposed.owners]
@@ -126,6 +129,7 @@ class Proposals:
         self.urgency = urgency  # of the members
         self.parts: list[DraftArrays] = []
         self.runner_ups: tuple[Int32s, Floats] | None = None  # [members, k]
+        self.off_path: Int32s | None = None  # [members, 2, positions, k]
 
     def add(self, member: int, source: int, proposal: Proposal) -> None:
         """Add the proposal of one drafter."""
@@ -147,6 +151,15 @@ class Proposals:
             self.runner_ups = no_runner_ups(len(self.members))
         self.runner_ups[0][members], self.runner_ups[1][members] = tokens, logits
 
+    def set_off_path(self, members: Seq[int], off_path: Int32s) -> None:
+        """Set the off-path predictions of some members."""
+        if len(members) == len(self.members):
+            self.off_path = off_path
+            return
+        if self.off_path is None:
+            self.off_path = no_off_path(len(self.members))
+        self.off_path[members] = off_path
+
     @cached_property
     def drafts(self) -> DraftArrays:
         """The drafts of all members, once everything is added."""
@@ -159,12 +172,13 @@ class Proposals:
         """Return the arrays for some of the members, which share a table and an acceptance model."""
         members, drafts, limits, urgency = self.members, self.drafts, self.limits, self.urgency
         runner_ups, logits = self.runner_ups or no_runner_ups(len(members))
+        off_path = self.off_path if self.off_path is not None else no_off_path(len(members))
         if len(chosen) < len(members):
             new_place = np.full(len(members), -1, np.int32)
             new_place[chosen] = np.arange(len(chosen))
             kept = np.flatnonzero(new_place[drafts.owners] >= 0)
             drafts = drafts.select(kept)._replace(owners=new_place[drafts.owners[kept]])
-            runner_ups, logits = runner_ups[chosen], logits[chosen]
+            runner_ups, logits, off_path = runner_ups[chosen], logits[chosen], off_path[chosen]
             limits, urgency = limits[chosen], urgency[chosen]
             members = [members[i] for i in chosen]
         texts = [member.request.ids for member in members]
@@ -175,7 +189,7 @@ class Proposals:
         about[:, MAX_DEPTH] = limits if max_depth is None else np.minimum(limits, max_depth)
         about[:, PLACE] = [member.place for member in members]
         noise = known_noise([member.request for member in members]) if self.samples else _unknown_noise(len(members))
-        roots = RootArrays(about, runner_ups, logits, urgency)
+        roots = RootArrays(about, runner_ups, logits, off_path, urgency)
         return BuildInputs(drafts, roots, noise, members[0].table, members[0].acceptance)
 
 
@@ -183,6 +197,11 @@ def no_runner_ups(members: int) -> tuple[Int32s, Floats]:
     """Return arrays for members without runner-ups."""
     shape = members, SAMPLED_TOP_K - 1
     return np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+
+
+def no_off_path(members: int) -> Int32s:
+    """Return the array for members without off-path predictions."""
+    return np.zeros((members, 2, POSITIONS, PER_POSITION), np.int32)
 
 
 def _propose_alone(member: Member, limit: int) -> list[tuple[int, Proposal]]:

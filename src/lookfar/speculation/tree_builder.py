@@ -21,6 +21,7 @@ from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.heap import pop, push
 from lookfar.core.jit import inline_jit, jit
 from lookfar.core.tree import DraftTrees
+from lookfar.retrieval.off_path import POSITIONS
 from lookfar.retrieval.recycle_table import RecycleArrays, RecycleTable
 from lookfar.speculation.acceptance import (
     DRAFTS,
@@ -40,6 +41,7 @@ from lookfar.speculation.evidence import (
     Children,
     new_children,
     read_drafts,
+    read_off_path,
     read_runner_ups,
     read_tables,
     weigh_children,
@@ -76,6 +78,7 @@ class RootArrays(NamedTuple):
     about: Int32s  # [batch, 4 or 5] the columns above
     runner_ups: Int32s  # [batch, k] alternatives to the last token, -1 for none
     runner_up_logits: Floats  # [batch, k]
+    off_path: Int32s  # [batch, 2, positions, k] predictions of the last step on branches that were not accepted
     urgency: Floats  # [batch] how much a token of each request counts
 
 
@@ -263,6 +266,8 @@ def expand(work, node, used, sources, weights, limits):  # type: ignore[no-untyp
     if parent < 0:
         row = roots.runner_ups[b], roots.runner_up_logits[b]
         count = read_runner_ups(row, child_table, count, sampling, vocab_size)
+    if depth < POSITIONS:
+        count = read_off_path(roots.off_path, b, depth, child_table, count, vocab_size)
     nodes[node, FIRST], nodes[node, COUNT] = used, count
     features = work.features[used : used + count]
     weigh_children(children, count, (depth, *evidence), (table, sampling[0]), weights, features)
