@@ -17,6 +17,10 @@ class SamplingError(RequestError, RuntimeError):
     """There is no token to sample: the scores are NaN. (A RuntimeError, as in torch.)"""
 
 
+class ConstraintError(RequestError):
+    """A JSON schema, regular expression or grammar for structured output cannot be used."""
+
+
 class CapacityError(RequestError):
     """A request does not fit the model's positions or the memory of the KV cache."""
 

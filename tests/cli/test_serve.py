@@ -73,10 +73,24 @@ def test_a_server_process_answers_and_stops(saved: Path, port: int, tmp_path: Pa
     assert store.exists()
 
 
+@pytest.mark.slow
+def test_a_server_that_is_told_to_stop_while_it_starts_stops(saved: Path, port: int) -> None:
+    options = ["--port", str(port), "--host", "0.0.0.0"]
+    with subprocess.Popen([*COMMAND, str(saved), *options], stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert b"Everyone who can reach 0.0.0.0" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: process.poll() is not None or is_up(f"http://127.0.0.1:{port}"), 60)
+        stopped = process.poll()
+        process.kill()
+    assert stopped == 128 + signal.SIGTERM
+
+
 def test_mistakes_are_one_sentence(
     saved: Path, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lookfar.server.logs.set_up_logs", lambda *_: None)  # loggers belong to the whole process
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # so do signals
 
     def complaint(*options: str) -> str:
         words = ["lookfar", "serve", str(saved), "--no-warmup", "--budget", "8", *options]
@@ -86,9 +100,11 @@ def test_mistakes_are_one_sentence(
         assert caught.value.code == 2
         return capsys.readouterr().err.splitlines()[-1]
 
-    with socket.socket() as taken:
+    with socket.socket() as taken, monkeypatch.context() as patch:
         taken.bind(("127.0.0.1", port))
         taken.listen()
+        patch.setattr(sys.modules["lookfar.cli.serve"], "_load", lambda *_: pytest.fail("a model was loaded"))
         assert "use another --port" in complaint("--port", str(port))
+        assert "use another --host" in complaint("--host", "192.0.2.1")
     assert "cannot be read" in complaint("--keys", str(tmp_path / "none"))
     assert "not a directory" in complaint("--store", str(tmp_path / "none" / "x.store"))

@@ -1,7 +1,8 @@
-"""The files of contrib/replicas are valid and agree with each other."""
+"""The files of contrib are valid and agree with each other."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from fleet import CONFIGS, nginx_config
+from lookfar.cli.serve import serve
 
 ROOT = CONFIGS.parent.parent
 
@@ -83,3 +85,37 @@ def test_replicas_of_containers_have_what_they_need(compose: Any) -> None:
             source = volume.split(":")[0]
             assert source in compose["volumes"] or (CONFIGS / source).is_file(), name
         assert set(service.get("secrets", ())) <= set(compose["secrets"])
+
+
+UNITS = [ROOT / "contrib" / "lookfar.service", CONFIGS / "lookfar@.service"]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_systemd_accepts_its_units(unit: Path, tmp_path: Path) -> None:
+    needs("systemd-analyze", "systemd")
+    copy = tmp_path / unit.name.replace("@", "@1")
+    copy.write_text(unit.read_text().replace("/opt/lookfar/bin/lookfar", "/bin/true"))  # which has to exist
+    run("systemd-analyze", "verify", "--man=no", copy)
+
+
+def test_the_units_have_the_same_sandbox_and_let_numba_compile() -> None:
+    one, other = (unit.read_text().partition("NoNewPrivileges")[2] for unit in UNITS)
+    assert one == other
+    for forbidden in ("MemoryDenyWriteExecute", "PrivateDevices", "ProtectClock"):
+        assert not re.search(rf"^{forbidden}=", one, re.M)
+
+
+def test_units_and_containers_use_options_that_exist(compose: Any) -> None:
+    known = {"--" + name.replace("_", "-") for name in inspect.signature(serve).parameters}
+    lines = [re.search(r"^ExecStart=(?:.*\\\n)*.*", unit.read_text(), re.M) for unit in UNITS]
+    text = " ".join(line[0] for line in lines if line is not None)
+    text += (ROOT / "Dockerfile").read_text().partition("\nENTRYPOINT")[2]
+    text += " ".join(compose["services"][name]["command"][i] for name in ("replica1", "replica2") for i in range(7))
+    used = set(re.findall(r"--[a-z-]+", text))
+    assert {"--host", "--keys", "--store", "--drain"} <= used <= known
+
+
+def test_the_image_is_built_from_what_is_let_in() -> None:
+    copied = re.findall(r"^COPY (.*) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
+    rules = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{name}" for line in copied for name in line.split()} == {rule for rule in rules if rule.startswith("!")}

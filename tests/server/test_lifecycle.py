@@ -245,3 +245,22 @@ def test_a_step_that_is_repeated_loses_no_tokens(
                     texts[choice["index"]] += choice["text"]
     assert texts == [expected] * 2
     assert server.is_idle
+
+
+def test_what_is_left_when_the_draining_is_over_is_told_so(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(lm, monkeypatch, 0.05)
+    config = ServerConfig(model_name="tiny", drain_seconds=0.3)
+    with live_server(lm, config) as server, ThreadPoolExecutor(6) as clients:
+        asked = [clients.submit(post, server, **LONG, stream=i % 2 == 1) for i in range(6)]  # four run and two wait
+        wait_until(lambda: server.service.admission.waiting == 2)
+        server.server.should_exit = True
+        answers = [one.result() for one in asked]
+    for answer in answers[::2]:
+        assert answer.status_code == 503
+        assert "shutting down" in answer.json()["error"]["message"]
+    for answer in answers[1::2]:
+        assert answer.status_code == 200
+        *_, error, done = answer.text.strip().split("\n\n")
+        assert "shutting down" in json.loads(error.removeprefix("data: "))["error"]["message"]
+        assert done == "data: [DONE]"
+    assert server.is_idle

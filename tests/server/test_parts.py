@@ -60,6 +60,64 @@ def test_tool_calls_are_found_in_the_forms_that_models_use(text: str, content: s
     assert (shown + rest, len(streamed)) == (content, len(calls))
 
 
+def test_required_calls_may_have_schemas_with_references() -> None:
+    """pydantic puts nested models under $defs; two tools may have definitions of the same name."""
+    shape = {
+        "type": "object",
+        "properties": {"kind": {"$ref": "#/$defs/kind"}},
+        "required": ["kind"],
+        "additionalProperties": False,
+    }
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {**shape, "$defs": {"kind": {"const": name}}}}}
+        for name in ("one", "two")
+    ]
+    body = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "tools": tools,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 100,
+    }
+    with live_server(byte_lm(), ServerConfig(model_name="tiny")) as server:
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["kind"] == call["function"]["name"]
+
+
+def test_any_text_can_be_a_choice() -> None:
+    with live_server(byte_lm(), ServerConfig(model_name="tiny")) as server:
+        for text in ("\x7f\x1b", "\\x7f", '"\n', "\u2028ü"):
+            body = {"prompt": "A", "structured_outputs": {"choice": [text]}, "max_tokens": 20}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+            assert answer["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "message"),
+    [
+        ("/v1/completions", b"[]", "The body is no JSON object: send one, with"),
+        ("/v1/completions", b'{"prompt": "a", "": 1}', "Unknown field '': remove it."),
+        ("/v1/completions", b'{"prompt": "a", "' + b"x" * 5000 + b'": 1}', "Unknown field 'xxx"),
+        ("/lookfar/status?since=x", None, "since: Input should be a valid number"),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user"}], "chat_template_kwargs": {"messages": "a"}}',
+            "'messages' is not for a chat template.",
+        ),
+    ],
+)
+def test_messages_name_what_is_wrong(path: str, content: bytes | None, message: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    with live_server(byte_lm(), ServerConfig(model_name="tiny")) as server:
+        method = "GET" if content is None else "POST"
+        answer = httpx.request(method, server.url + path, content=content, headers=headers)
+    assert answer.status_code == 400
+    found = answer.json()["error"]["message"]
+    assert found.startswith(message)
+    assert len(found) < 300
+
+
 def test_logs_are_one_line_as_text_and_as_json() -> None:
     record = logging.LogRecord("x", logging.INFO, "f", 1, "request", (), None)
     record.fields = {"id": "1", "path": "/a b", "usage": {"tokens": 3}}

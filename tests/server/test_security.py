@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from live_server import LiveServer, byte_lm, live_server
 from lookfar.errors import ConfigError
 from lookfar.lm import LM
 from lookfar.server.config import Limits, ServerConfig
+from lookfar.server.gate import host_name
 from lookfar.server.keys import ApiKeys, Tenant, load_keys
 
 CLOSED = ["/v1/models", "/metrics", "/lookfar/status", "/openapi.json"]
@@ -101,6 +103,28 @@ def test_key_files_are_checked(tmp_path: Path) -> None:
     assert ApiKeys().tenant(None) == Tenant("anyone")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("alice key\nbob key\n", "line 2: alice has this key"), ("alice schlüssel", "ASCII"), ("alice", "line 1")],
+)
+def test_keys_that_could_never_be_used_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=said):
+        load_keys(file, "")
+
+
+def test_key_files_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice key", encoding="utf-8-sig")
+    assert load_keys(file, "").tenants == [Tenant("alice", "alice")]
+
+
+def test_host_names_lose_their_port_and_brackets() -> None:
+    names = {"[::1]:8000": "::1", "[::1]": "::1", "LocalHost:80": "localhost", "localhost": "localhost", "a:b": ""}
+    assert {given: host_name(given) for given in names} == names
+
+
 def test_other_host_names_are_refused(open_server: LiveServer) -> None:
     """A page of another site that has its name resolve to this machine must not reach the server."""
     for host, status in (("evil.example", 421), ("127.0.0.1", 200), ("127.0.0.1:99", 200), ("", 421)):
@@ -130,7 +154,13 @@ def test_other_origins_are_not_allowed_by_default(open_server: LiveServer, lm: L
         ({"prompt": "a", "structured_outputs": {"regex": "a" * 2000}}, "structured_outputs"),
         ({"prompt": "a", "structured_outputs": {"regex": "((a{99}){99}){99}"}}, "structured_outputs"),
         ({"prompt": "a", "structured_outputs": {"json": {"const": "x" * 600}}}, "structured_outputs"),
-        ({"prompt": "a", "structured_outputs": {"json": {"pattern": "(a{999}){999}"}}}, "structured_outputs"),
+        ({"prompt": "a", "structured_outputs": {"regex": r"(\\{999}){999}"}}, "structured_outputs"),
+        ({"prompt": "a", "structured_outputs": {"regex": "["}}, "structured_outputs"),
+        ({"prompt": "a", "structured_outputs": {"grammar": "start: /(a{999}){999}/"}}, "structured_outputs"),
+        (
+            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}},
+            "response_format",
+        ),
         ({"prompt": "a", "structured_outputs": {"json": {"$ref": "http://x/y"}}}, "structured_outputs"),
         ({"prompt": "a" * 600}, "prompt"),
         ({"prompt": [999_999]}, "prompt"),
@@ -142,6 +172,39 @@ def test_requests_beyond_the_limits_are_refused(open_server: LiveServer, body: d
     answer = complete(open_server, **body)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+
+
+def test_counted_repetitions_that_cost_little_are_taken(open_server: LiveServer) -> None:
+    uuid = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+    answer = complete(open_server, prompt="a", structured_outputs={"regex": uuid}, max_tokens=36)
+    assert re.fullmatch(uuid, answer.json()["choices"][0]["text"])
+
+
+def test_prompts_that_cannot_fit_are_refused_before_they_are_read(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LM, "encode", lambda *_: pytest.fail("the prompt was read"))
+    monkeypatch.setattr(LM, "template_ids", lambda *_: pytest.fail("the prompt was read"))
+    long = "a" * 1_000_000
+    with live_server(lm, ServerConfig(model_name="tiny")) as server:
+        messages = [{"role": "user", "content": long}]
+        for path, body in (("completions", {"prompt": long}), ("chat/completions", {"messages": messages})):
+            answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_half_characters_are_refused(open_server: LiveServer) -> None:
+    for field in ("regex", "grammar"):
+        content = b'{"prompt": "a", "structured_outputs": {"%s": "[\\ud800]"}}' % field.encode()
+        headers = {"Content-Type": "application/json"}
+        answer = httpx.post(f"{open_server.url}/v1/completions", content=content, headers=headers, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
+
+
+@pytest.mark.parametrize("value", ["NaN", '"\\ud800"', "[Infinity]"])
+def test_metadata_that_cannot_be_sent_back_is_refused(open_server: LiveServer, value: str) -> None:
+    content = f'{{"input": "a", "max_output_tokens": 1, "metadata": {{"a": {value}}}}}'.encode()
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{open_server.url}/v1/responses", content=content, headers=headers, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")
 
 
 def test_bodies_are_limited_with_and_without_a_length(open_server: LiveServer) -> None:

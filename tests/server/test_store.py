@@ -112,6 +112,21 @@ def test_a_store_that_cannot_be_used_is_an_error_at_the_start(lm: LM, tmp_path: 
         Service(lm, ServerConfig(store=tmp_path / "none" / "answers.store"))
 
 
+def test_a_store_file_is_for_one_server(lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ServerConfig(model_name="tiny", store=tmp_path / "answers.store")
+    with live_server(lm, config), pytest.raises(StoreError, match="Another server uses"):
+        Service(lm, config)
+    with live_server(lm, config):
+        pass
+    with pytest.raises(StoreError, match="is a directory"):
+        Service(lm, ServerConfig(store=tmp_path))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(StoreError, match="cannot be written to"):
+        Service(lm, config)
+    monkeypatch.setattr(lm, "remember", False)  # the file is only read
+    Service(lm, config)
+
+
 @pytest.mark.slow
 def test_a_store_is_whole_after_a_kill_while_it_is_saved(tmp_path: Path) -> None:
     file = tmp_path / "answers.store"

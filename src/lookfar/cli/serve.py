@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from enum import Enum
 from logging import getLogger
 from pathlib import Path
@@ -13,11 +15,15 @@ from lookfar.cli import options
 from lookfar.core import compile_ahead
 from lookfar.core.progress import say_as_lines
 from lookfar.errors import ConfigError
+from lookfar.ranks import own_rank
 
 if TYPE_CHECKING:
     from lookfar.lm import LM
+    from lookfar.server.keys import ApiKeys
 
 _log = getLogger("lookfar.server").info
+_warn = getLogger("lookfar.server").warning
+STOPPED = 128 + signal.SIGTERM  # the exit code of a server that is told to stop before it serves
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -30,7 +36,7 @@ ModelArgument = Annotated[str, typer.Argument(help="demo, a directory of a saved
 Host = Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 for any free one.")]
 Name = Annotated[str | None, typer.Option("--name", help="The name of the model in the API; by default MODEL.")]
-MaxBatch = Annotated[int, typer.Option(help="Answers that are decoded at once.")]
+MaxBatch = Annotated[int, typer.Option(min=1, help="Answers that are decoded at once.")]
 PrefillChunk = Annotated[
     int | None, typer.Option(help="Prompt tokens of one step, by default 64 on a CPU and 512 on a GPU.")
 ]
@@ -45,7 +51,8 @@ Keys = Annotated[
     typer.Option("--keys", help="A file of API keys, a line for each: NAME KEY. LOOKFAR_API_KEYS may hold some, too."),
 ]
 PrefixMemory = Annotated[
-    float, typer.Option(help="GiB for the KV of past texts, so that prompts that begin alike are read once; 0: off.")
+    float,
+    typer.Option(min=0, help="GiB for the KV of past texts, so that prompts that begin alike are read once; 0: off."),
 ]
 MaxQueue = Annotated[int, typer.Option(help="Answers that may wait for a place; then 429.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that a request may take, waiting included.")]
@@ -111,24 +118,35 @@ def serve(
         cors_origins=tuple(cors or ()),
     )
     set_up_logs(log.value)
+    _check_address(host, port, known)
     chosen = options.strategies(strategy, settings), options.rows(budget)
     how = options.ModelOptions(device, dtype, max_length, None, pack, compile, exact)
     lm = _load(model, how, max_batch, prefill_chunk)
     options.speculate(lm, *chosen)
     lm.remember = remember
-    if warmup:
-        _warm_up(lm)
+    _warm_up(lm, warmup)
     serve_forever(lm, config, known, (host, port))
 
 
 def _prepare() -> None:
     """Check that the server's packages are installed, and begin to compile. The log says what takes time."""
+    # The first process of a container has no default action for signals.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(STOPPED))
     say_as_lines(False)
     compile_ahead.start()
     try:
         import lookfar.server.app  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"The server needs {error.name}: pip install 'lookfar[serve]'.") from None
+
+
+def _check_address(host: str, port: int, keys: ApiKeys) -> None:
+    from lookfar.server.run import check_address
+
+    if own_rank() == 0:
+        check_address(host, port)
+    if host not in LOOPBACK and not keys.required:
+        _warn("Everyone who can reach %s can use this server: give it --keys or LOOKFAR_API_KEYS.", host)
 
 
 def _load(model: str, given: options.ModelOptions, max_batch: int, prefill_chunk: int | None) -> LM:
@@ -141,6 +159,7 @@ def _load(model: str, given: options.ModelOptions, max_batch: int, prefill_chunk
     )
 
 
-def _warm_up(lm: LM) -> None:
-    _log("Warming up")
-    lm.warmup(sampling=True)
+def _warm_up(lm: LM, wanted: bool) -> None:
+    if wanted:
+        _log("Warming up")
+        lm.warmup(sampling=True)

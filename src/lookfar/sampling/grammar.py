@@ -19,11 +19,12 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from lookfar.core.arrays import Bools
 from lookfar.core.ids import common_prefix
-from lookfar.errors import RequestError
+from lookfar.errors import ConstraintError, RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+LEXER_FUEL = 100_000  # work of the lexer before the first token: at most 50 ms; a schema of 64 KiB needs a third of it
 _tokenizers: WeakKeyDictionary[Any, dict[tuple[int, ...], LLTokenizer]] = WeakKeyDictionary()
 
 
@@ -64,23 +65,41 @@ class Grammar:
             else:
                 source = LLMatcher.grammar_from_lark(str(grammar))
             failed, messages = LLMatcher.validate_grammar_with_warnings(source, known)
+        except UnicodeEncodeError:
+            failed, messages = True, ["it holds half a character, a lone surrogate"]
         except ValueError as error:
             failed, messages = True, [str(error)]
+        name = (
+            "JSON schema" if json_schema is not None else "grammar" if regex is None else f"regular expression {regex}"
+        )
         if failed:
-            name = (
-                "JSON schema"
-                if json_schema is not None
-                else "grammar"
-                if regex is None
-                else f"regular expression {regex}"
-            )
-            raise RequestError(f"The {name} cannot be used ({_reason(messages)}): correct it.")
-        return cls(source, known, frozenset(ends))
+            raise ConstraintError(f"The {name} cannot be used ({_reason(messages)}): correct it.")
+        made = cls(source, known, frozenset(ends))
+        if not made._is_affordable():
+            raise ConstraintError(f"The {name} is too complex: use fewer or smaller counted repetitions.")
+        return made
 
     def matcher(self) -> LLMatcher:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        return LLMatcher(self.tokenizer, self.source, log_level=0)  # 0: it prints nothing
+        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
+        return LLMatcher(self.tokenizer, self.source, log_level=0, limits=limits)  # 0: it prints nothing
+
+    def _is_affordable(self) -> bool:
+        """Whether llguidance stays within its limits at the first two tokens.
+
+        Where it does not, every step would begin with a new matcher, and all requests of a batch would wait for it.
+        """
+        matcher = self.matcher()
+        for _ in range(2):
+            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            if matcher.is_error():
+                return False
+            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            if not allowed.size or int(allowed[0]) in self.end_ids:
+                break
+            matcher.try_consume_tokens([int(allowed[0])])
+        return not matcher.is_error()
 
 
 class GrammarCursor:

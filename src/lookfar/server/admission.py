@@ -109,6 +109,14 @@ class Admission:
             self._remove(waiter)
             waiter.let_in.set_exception(TimeoutError())
 
+    def refuse_all(self, error: ApiError) -> None:
+        """Answer all waiting requests with an error."""
+        for queue in list(self._queues.values()):
+            for waiter in [one for waiters in queue.of_client.values() for one in waiters]:
+                self._remove(waiter)
+                if not waiter.let_in.done():
+                    waiter.let_in.set_exception(error)
+
     def _remove(self, waiter: _Waiter) -> None:
         """Take a waiter out of its queue, if it is still there."""
         queue = self._queues.get(waiter.priority)

@@ -18,6 +18,7 @@ from lookfar.server.identity import Identity
 from lookfar.server.images import image_of
 from lookfar.server.jobs import Job, Prompt
 from lookfar.server.keys import Tenant
+from lookfar.server.limits import check_text_length
 from lookfar.server.parameters import Asked, checked_ids, job_of
 from lookfar.server.schemas import ChatBody, ImagePart, Message, TextPart
 from lookfar.server.service import Generation
@@ -34,7 +35,11 @@ from lookfar.server.tools import (
 )
 from lookfar.server.trace import traced
 
-TEMPLATE_PARAMETERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+TEMPLATE_PARAMETERS = frozenset(
+    name
+    for function in (PreTrainedTokenizerBase.apply_chat_template, chat_text)
+    for name in inspect.signature(function).parameters
+)
 
 
 def chat_job(lm: LM, body: ChatBody, tenant: Tenant, limits: Limits) -> Job:
@@ -93,6 +98,7 @@ def prompt_ids(
         if isinstance(getattr(error, "param", None), str):
             raise
         raise invalid("messages", f"The chat template refuses these messages: {first_sentence(error)}.") from error
+    check_text_length(lm, text, "messages")
     return checked_ids(lm, lm.template_ids(text), "messages")
 
 

@@ -13,7 +13,7 @@ from lookfar.server.errors import invalid
 from lookfar.server.identity import Identity
 from lookfar.server.jobs import Job, Prompt
 from lookfar.server.keys import Tenant
-from lookfar.server.limits import check_count
+from lookfar.server.limits import check_count, check_text_length
 from lookfar.server.logprobs import TokenLogprob
 from lookfar.server.parameters import Asked, checked_ids, job_of
 from lookfar.server.schemas import CompletionBody
@@ -32,6 +32,9 @@ def completion_job(lm: LM, body: CompletionBody, tenant: Tenant, limits: Limits)
     given: Any = body.prompt
     prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
     check_count("prompt", len(prompts), limits.prompts)
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            check_text_length(lm, prompt, "prompt")
     ids: list[Prompt] = [checked_ids(lm, prompt) for prompt in prompts]
     return job_of(lm, body, Asked(ids, body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs), tenant, limits)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from lookfar.errors import ConfigError
@@ -23,7 +24,6 @@ class Limits:
     logit_biases: int = 1024
     schema_bytes: int = 64 << 10  # of a JSON schema, a grammar or all tools
     regex_length: int = 1024
-    regex_repeats: int = 4096  # what its counted repetitions multiply to
     budget: int = 128  # rows a step
 
 
@@ -48,7 +48,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("max_queue", "request_timeout", "drain_seconds", "save_seconds"):
             value = getattr(self, name)
-            if not value > 0:
-                raise ConfigError(f"{name} must be above 0, not {value}.")
+            if not 0 < value < inf:
+                raise ConfigError(f"{name} must be a number above 0, not {value}.")
         if not self.stream_interval >= 0:
             raise ConfigError(f"stream_interval must be 0 or more seconds, not {self.stream_interval}.")

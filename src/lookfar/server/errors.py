@@ -23,7 +23,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message.encode("utf-8", "replace").decode()  # it may quote half a character of the request
         self.param = param
         self.code = code
         self.retry_after = retry_after

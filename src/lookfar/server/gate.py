@@ -20,6 +20,7 @@ from lookfar.server.keys import ANYONE, ApiKeys
 from lookfar.server.metrics import Metrics
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+HOST = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?")
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/favicon.ico"})  # need no key; so do the files of the page
 PAGE_FILES = "/page/"
 WATCHED_PATHS = frozenset({"/health", "/metrics", "/lookfar/status"})  # asked every few seconds: logged as debug
@@ -70,8 +71,7 @@ class Gate:
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Refuse a request before its body is read."""
         hosts = self._config.allowed_hosts
-        host = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
-        if hosts and host.lower() not in hosts and headers.get("host", "").lower() not in hosts:
+        if hosts and not {headers.get("host", "").lower(), host_name(headers.get("host", ""))} & set(hosts):
             raise ApiError(421, "This host name is not served here: start the server with --allowed-host for it.")
         path = scope["path"]
         if path not in OPEN_PATHS and not path.startswith(PAGE_FILES) and scope["method"] != "OPTIONS":
@@ -87,6 +87,12 @@ class Gate:
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._config.limits.body_bytes:
             raise _too_large(self._config.limits.body_bytes)
+
+
+def host_name(header: str) -> str:
+    """Return the name in a Host header, without a port and the brackets of IPv6 addresses."""
+    found = HOST.fullmatch(header.lower())
+    return (found[1] or found[2]) if found is not None else ""
 
 
 class _Body:

@@ -50,6 +50,7 @@ class Job:
     priority: int = 0  # lower is earlier
     stream: bool = False  # whether every step is wanted as it comes
     tenant: Tenant = ANYONE
+    constraint_field: str | None = None  # of the body, for errors
     client: str = ""  # those with different ones take turns; "": the tenant
 
     @property

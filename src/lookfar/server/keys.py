@@ -67,13 +67,19 @@ def load_keys(path: Path | None, environment: str | None = None) -> ApiKeys:
         tenants[_digest(key)] = ANYONE
     if path is not None:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+            raise ConfigError(
+                f"{path} cannot be read as text ({getattr(error, 'strerror', None) or error}): correct --keys."
+            ) from error
+        listed: dict[bytes, Tenant] = {}
         for number, line in enumerate(lines, start=1):
             if line.strip() and not line.lstrip().startswith("#"):
                 digest, tenant = _parsed(line.split(), f"{path}, line {number}")
-                tenants[digest] = tenant
+                if digest in listed:
+                    raise ConfigError(f"{path}, line {number}: {listed[digest].name} has this key, too: use another.")
+                listed[digest] = tenant
+        tenants |= listed
         if not tenants:
             raise ConfigError(f"{path} holds no keys: write lines like `alice sk-…`.")
     return ApiKeys(tenants)
@@ -99,6 +105,8 @@ def _parsed(words: list[str], where: str) -> tuple[bytes, Tenant]:
         digest = bytes.fromhex(key.removeprefix(HASHED)) if key.startswith(HASHED) else _digest(key)
     except ValueError:
         digest = b""
+    if not key.isascii():
+        raise ConfigError(f"{where}: a key has letters, digits and signs of ASCII only, since it is sent in a header.")
     if len(digest) != 32:
         raise ConfigError(f"{where}: behind sha256: there are 64 hexadecimal digits.")
     tenant = Tenant(name, settings["namespace"], settings["remember"] == "true", int(settings["priority"]))

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from lookfar.lm import LM
 from lookfar.server.config import Limits
 from lookfar.server.errors import ApiError, invalid
 
-REPEAT = re.compile(r"(?<!\\)\{(\d*)(?:(,)(\d*))?\}")
 # Small models write blanks without end where a grammar lets them: JSON has one space behind commas and colons.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 GUIDANCE = {"x-guidance": {**SPACING, "coerce_one_of": True}}  # oneOf is taken as anyOf
 MAX_DEPTH = 64  # of a JSON schema
+_longest_tokens: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # characters of a tokenizer's longest token
 
 
 def check_count(param: str, value: int, limit: int) -> None:
     if value > limit:
         raise invalid(param, f"{param} is at most {limit} on this server, not {value}.")
+
+
+def check_text_length(lm: LM, text: str, param: str) -> None:
+    """Refuse a text that cannot fit the model, however long its tokens are: reading megabytes takes seconds."""
+    limit, tokenizer = lm.engine.max_length, lm.tokenizer
+    if limit is None or tokenizer is None:
+        return
+    if tokenizer not in _longest_tokens:
+        _longest_tokens[tokenizer] = max(map(len, tokenizer.get_vocab()), default=1)
+    if len(text) > limit * _longest_tokens[tokenizer]:
+        raise ApiError(
+            400,
+            f"The prompt has {len(text)} characters, which are more than the {limit} tokens that fit this model.",
+            param,
+            "context_length_exceeded",
+        )
 
 
 def checked_stops(stop: str | list[str] | None, limits: Limits) -> tuple[str, ...]:
@@ -45,8 +62,6 @@ def checked_schema(param: str, schema: dict[str, Any] | str, limits: Limits) -> 
     if not isinstance(value, dict):
         raise invalid(param, f"{param} is a JSON object.")
     _check_references(param, value, 0)
-    for pattern in _patterns(value):
-        checked_regex(param, pattern, limits)
     return json.dumps(GUIDANCE | value)
 
 
@@ -61,29 +76,10 @@ def _check_references(param: str, value: Any, depth: int) -> None:
         _check_references(param, child, depth + 1)
 
 
-def _patterns(value: Any) -> list[str]:
-    """Return all regular expressions of a JSON schema."""
-    found = []
-    if isinstance(value, dict):
-        found += [value["pattern"]] if isinstance(value.get("pattern"), str) else []
-        properties = value.get("patternProperties")
-        found += list(properties) if isinstance(properties, dict) else []
-    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        found += _patterns(child)
-    return found
-
-
 def checked_regex(param: str, regex: str, limits: Limits) -> str:
-    """Return a regular expression, if compiling it cannot take long: counted repetitions multiply when nested."""
+    """Return a regular expression that is short enough."""
     if len(regex) > limits.regex_length:
         raise invalid(param, f"A regular expression has at most {limits.regex_length} characters, not {len(regex)}.")
-    product = 1
-    for least, _, most in REPEAT.findall(regex):
-        product *= max(int(least or 0), int(most or 0), 1)
-        if product > limits.regex_repeats:
-            raise invalid(
-                param, f"The counted repetitions of a regular expression may multiply to {limits.regex_repeats}."
-            )
     return regex
 
 

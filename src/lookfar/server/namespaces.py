@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from threading import Thread
+
+from filelock import FileLock, Timeout
 
 from lookfar.errors import StoreError
 from lookfar.lm import LM
@@ -30,6 +33,9 @@ class Namespaces:
         self._saved: dict[str, int] = {}  # size of each store when it was last saved
         if file is not None and not file.absolute().parent.is_dir():
             raise StoreError(f"{file.parent} is not a directory: give --store a file in one that exists.")
+        if file is not None and file.is_dir():
+            raise StoreError(f"{file} is a directory: give --store a file in it, such as {file / 'answers.store'}.")
+        self._lock = _locked(file) if file is not None and lm.remember else None
         self.draft_state("")
 
     def draft_state(self, namespace: str) -> DraftState:
@@ -76,6 +82,24 @@ class Namespaces:
                 self._saved[namespace] = now
             except (OSError, StoreError) as error:
                 log.error("The draft store cannot be saved.", extra={"fields": {"error": str(error)}})
+
+    def close(self) -> None:
+        """Save the stores, and let other servers use their files."""
+        self.save()
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _locked(file: Path) -> FileLock:
+    """Return the lock of the only server that saves to a file: of two, the last one to save would win."""
+    if not os.access(file.absolute().parent, os.W_OK):
+        raise StoreError(f"{file.parent} cannot be written to: give --store a file elsewhere, or use --no-remember.")
+    lock = FileLock(f"{file}.lock", timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise StoreError(f"Another server uses {file}: give each its own --store, and --share to share them.") from None
+    return lock
 
 
 def _size(state: DraftState) -> int:

@@ -64,7 +64,14 @@ def job_of(lm: LM, body: GenerationBody, asked: Asked, tenant: Tenant, limits: L
         priority=body.priority,
         stream=bool(body.stream),
         tenant=tenant,
+        constraint_field=_constraint_field(body, asked),
     )
+
+
+def _constraint_field(body: GenerationBody, asked: Asked) -> str:
+    if asked.constraint:
+        return "tools"
+    return "structured_outputs" if body.structured_outputs is not None else "response_format"
 
 
 def sampling_options(temperature: float | None, **cuts: float | None) -> dict[str, Any]:
@@ -158,7 +165,8 @@ def _structured(structured: StructuredOutputs, limits: Limits) -> dict[str, Any]
 
 
 def _choice_grammar(choices: list[str], limits: Limits) -> str:
-    grammar = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    texts = [json.dumps(choice, ensure_ascii=False).replace("\x7f", r"\x7f") for choice in choices]
+    grammar = "start: " + " | ".join(texts)
     if len(grammar) > limits.schema_bytes:
         raise invalid("structured_outputs", f"All choices have at most {limits.schema_bytes} bytes.")
     return grammar

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 MAX_TOKEN_ID = (1 << 31) - 1
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=(1 << 63) - 1024)]  # room for the answers of one request
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(min_length=1)]
+
+
+def _sendable(value: dict[str, Any]) -> dict[str, Any]:
+    """Check that a value can be sent back: JSON has neither NaN nor half a character."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("not_json", "Input should hold neither NaN nor half a character") from None
+    return value
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_sendable)]
 
 
 class ApiModel(BaseModel):
@@ -165,7 +179,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, str | bool | int | float | None] | None = None
     # Known to clients, without a meaning here.
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     store: Literal[False] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -207,7 +221,7 @@ class ResponsesBody(ApiModel):
     seed: Seed | None = None
     lookfar: LookfarOptions | None = None
     # Known to clients, without a meaning here.
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     store: Literal[False] | None = None
     user: str | None = None
     service_tier: str | None = None

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from lookfar.engine.outputs import StepOutput
 from lookfar.engine.thread_pool import release_thread_pool
+from lookfar.errors import ConstraintError
 from lookfar.lm import LM
 from lookfar.server.admission import Admission
 from lookfar.server.config import ServerConfig
@@ -56,15 +57,20 @@ class Service:
         """Refuse new jobs from now on; the present ones go on."""
         self.is_draining = True
 
+    def end_all(self) -> None:
+        """Answer all jobs that wait or run with an error."""
+        self.admission.refuse_all(_shutting_down())
+        for generation in list(self.open):
+            generation.close()
+
     async def close(self) -> None:
         """Cancel what is still running, save the draft store, and stop the driver's thread."""
         self.drain()
-        for generation in list(self.open):
-            generation.close()
+        self.end_all()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.in_thread(self.namespaces.save)
+        await self.in_thread(self.namespaces.close)
         if self.share is not None:
             await self.in_thread(self.share.close)
         self._threads.shutdown(wait=True)
@@ -87,12 +93,14 @@ class Service:
         The caller has to close it. Raises an `ApiError` if the job cannot be taken.
         """
         if self.is_draining:
-            raise ApiError(503, "The server is shutting down: send the request to another one.", retry_after=5)
+            raise _shutting_down()
         self.admission.check(job.answers)
         deadline = monotonic() + self.config.request_timeout
         try:
             state = self.namespaces.draft_state(job.tenant.namespace)
             prepared = await self.in_thread(partial(prepare, self.lm, job, state))
+        except ConstraintError as error:
+            raise ApiError(400, str(error), job.constraint_field) from error
         except Exception as error:
             raise as_api_error(error) from error
         return Generation(self, job, prepared, deadline)
@@ -149,6 +157,8 @@ class Generation:
     async def _enter(self) -> None:
         """Wait for a place, then start to decode."""
         job, admission = self.job, self._service.admission
+        if self._is_closed:
+            raise _shutting_down()
         priority = job.priority + job.tenant.priority
         try:
             await admission.enter(
@@ -168,7 +178,7 @@ class Generation:
         await self._changed.wait()
         self._changed.clear()
         if self._is_closed:
-            raise ApiError(503, "The server is shutting down: send the request again.", retry_after=5)
+            raise _shutting_down()
         if self._expired:
             raise self._timeout()
         outputs = [output for source in self._sources for output in source.take()]
@@ -212,3 +222,7 @@ class Generation:
         self._service.open.discard(self)
         outcome = "timeout" if self._expired else "failed" if self._failed else "cancelled"
         self._service.metrics.ended(outcome if self._unfinished else "completed", monotonic() - self._created)
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "The server is shutting down: send the request again, or to another server.", retry_after=5)

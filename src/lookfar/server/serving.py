@@ -25,8 +25,9 @@ def serve_forever(lm: LM, config: ServerConfig, keys: ApiKeys, address: tuple[st
     for tenant in keys.tenants:
         service.namespaces.draft_state(tenant.namespace)  # a damaged file is found now
     server = make_server(create_app(service, keys), service, *address)
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
     fields = {"model": config.model_name, "device": str(lm.device), "keys": keys.required}
-    log.info("starting", extra={"fields": fields | {"url": f"http://{address[0]}:{address[1]}"}})
+    log.info("starting", extra={"fields": fields | {"url": f"http://{host}:{address[1]}"}})
     # uvicorn repeats a signal when it has stopped, and the process would end there.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:

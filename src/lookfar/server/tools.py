@@ -73,19 +73,33 @@ def call_constraint(call: CallFormat, tools: list[Tool], limits: Limits) -> dict
     one = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": schema},
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name, schema in parameters.items()
+        for name in parameters
     ]
     calls: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
         "maxItems": 8 if call.parallel else 1,
         "items": {"anyOf": one},
+        "$defs": {name: _moved(schema, f"#/$defs/{name}") for name, schema in parameters.items()},
     }
     return {"json_schema": checked_schema("tools", calls, limits)}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema as a part of another one: references into itself begin with its place."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: _moved(value, place) for name, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        made["$ref"] = place + reference.removeprefix("#")
+    return made
 
 
 def parse_calls(text: str, call: CallFormat) -> tuple[str, list[dict[str, Any]]]:
