@@ -256,11 +256,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default=None)
     parser.add_argument("--memo", type=Path, help="a folder for the results of rows")
+    parser.add_argument("--prior", action="store_true", help="first complete the prior of the recycle table")
     parser.add_argument("--plot", type=Path, help="write the reliability plot to this SVG file")
     parser.add_argument("--stores", type=Path, help="a folder for the store file that each session ends with")
     parser.add_argument("--json", type=Path, help="also write the JSON line to this file")
     options = parser.parse_args()
     lm = lookfar.load(options.model, dtype=options.dtype, device=options.device, max_batch=1)
+    while options.prior and lm.driver.call(lm.engine.extend_prior):
+        pass
+    lm.driver.call(lm.engine.settle)
     lab, inner, cells = Lab(lm, options), lm.engine.runner, []
     for suite in options.suites.split(","):
         memo = RowMemo(options.memo / f"{suite}.npz") if options.memo else None

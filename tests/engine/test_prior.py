@@ -107,3 +107,21 @@ def test_requests_wait_for_one_chunk_at_the_most(llama: PreTrainedModel) -> None
         next(iter(stream))
         assert not lm.driver.call(lm.engine.extend_prior)  # a request is running
         assert priors_of(lm).prior.count == 0
+
+
+def test_kv_that_is_kept_for_later_requests_stays() -> None:
+    lm = flat_lm(tiny_model("llama"), max_batch=1)
+    prompt = random_prompts(12)[0]
+    first = lm.generate(prompt, max_new_tokens=8, reuse=True)
+    lm.driver.call(lm.engine.extend_prior)
+    second = lm.generate([*prompt, *first.token_ids, 5], max_new_tokens=8, reuse=True)
+    assert second.stats.reused_tokens > len(prompt)
+
+
+def test_captured_steps_stay() -> None:
+    lm = flat_lm(tiny_model("llama"), max_batch=3)
+    lm.warmup(requests=3, prior=False)
+    steps = [id(step) for step in lm.engine.runner._steps]  # type: ignore[attr-defined]
+    complete(lm)
+    assert priors_of(lm).prior.is_complete
+    assert [id(step) for step in lm.engine.runner._steps][: len(steps)] == steps  # type: ignore[attr-defined]

@@ -131,10 +131,14 @@ class Engine:
         return self._priors
 
     def extend_prior(self) -> bool:
-        """Compute a part of the prior, if nothing is running; returns whether there is more to compute now."""
-        if self.priors is None or not self.priors.has_work or self.cache.order:
+        """Compute a part of the prior, if nothing is running; returns whether there is more to compute now.
+
+        Captured steps use the engine's KV cache, so they wait while it keeps a text for later requests.
+        """
+        keeps_text = self.runner.limits.captured and self.cache.keeps_texts
+        if self.priors is None or not self.priors.has_work or self.cache.order or keeps_text:
             return False
-        self.priors.step(self.cache)
+        self.priors.step(self.cache, self.scheduler.max_batch)
         return self.priors.has_work
 
     def capture_wanted(self) -> bool:

@@ -14,7 +14,7 @@ from lookfar.core.arrays import Ints
 from lookfar.core.cache_dir import cache_dir
 from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.tree import ROOT, DraftTree
-from lookfar.engine.costs import own_cache
+from lookfar.engine.costs import MEASURED_LENGTH, own_cache
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel
 from lookfar.retrieval.prior import RecyclePrior
@@ -41,17 +41,18 @@ class PriorBuilder:
         possible = support.trees and not limits.chain and limits.ranks == 1 and not support.encoder_decoder
         return possible and not self.prior.is_complete
 
-    def step(self, cache: SlotKVCache) -> None:
+    def step(self, cache: SlotKVCache, most: int) -> None:
         """Compute the predictions after the next tokens, as the draft tree of a short text.
 
-        Captured steps use the KV cache of the engine, which must not hold requests; others have a small one.
+        Captured steps belong to the KV cache of the engine, which has at most `most` requests and must hold none now.
+        Others have a small one of their own.
         """
         limits, first, before = self.runner.limits, self.prior.count, len(self.context)
-        rows = min(limits.rows or ROWS, before + len(self.prior.ids) - first)
-        if not limits.captured:
-            cache = own_cache(self.runner, before + rows)
+        rows = min(limits.rows or ROWS, MEASURED_LENGTH - before, before + len(self.prior.ids) - first)
+        if limits.captured:
+            cache.reserve(1, MEASURED_LENGTH, most=most, keep=True)
         else:
-            cache.reserve(1, before + rows, most=max(cache.slots, 1), keep=False)
+            cache = own_cache(self.runner, before + rows)
         tokens = np.arange(first, first + rows - before, dtype=np.int32)
         columns = np.stack([tokens, *np.full((4, len(tokens)), [[ROOT], [1], [0], [1]], np.int32)])
         tree = DraftTree(columns, np.ones(len(tokens), np.float32), ("",))

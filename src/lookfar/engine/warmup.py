@@ -124,6 +124,7 @@ def rehearse(engine: Engine, examples: Seq[Request]) -> None:
         other.add(whole)
         while other.has_work:
             other.step()
+    engine.cache.forget()
 
 
 def _no_drafts(engine: Engine) -> DraftState:

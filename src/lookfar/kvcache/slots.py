@@ -89,6 +89,11 @@ class SlotKVCache(KVCache):
     def forget(self) -> None:
         self._retained.clear()
 
+    @property
+    def keeps_texts(self) -> bool:
+        """Whether later requests may start from texts of requests that have ended."""
+        return bool(self._retained)
+
     def has_room(self, length: int) -> bool:
         return len(self._handles) < self.slots and length <= self.capacity
 
