@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,10 @@ def prior_context(model: BoundModel, tokenizer: Any) -> list[int]:
 
 def prior_file(runner: ModelRunner, context: Ints) -> Path:
     """Return the file of a model's prior, named by the context, the kind of model and some values of every weight."""
-    model = runner.model.model
-    weights = [p for p in model.parameters() if p.device.type != "meta" and p.numel()]
-    values = [p.detach().reshape(-1)[:SAMPLED_VALUES].to("cpu", torch.float32) for p in weights]
+    model, values = runner.model.model, []
+    for weight in model.parameters():
+        with suppress(Exception):  # weights on other devices, or in a format of their own
+            values.append(weight.detach().reshape(-1)[:SAMPLED_VALUES].to("cpu", torch.float32).numpy().tobytes())
     facts = type(model).__name__, runner.model.vocab_size, model.dtype, context.tolist()
-    digest = hashlib.sha256(" ".join(map(str, facts)).encode())
-    digest.update(torch.cat(values).numpy().tobytes() if values else b"")
+    digest = hashlib.sha256(" ".join(map(str, facts)).encode() + b"".join(values))
     return cache_dir() / "priors" / f"{digest.hexdigest()[:16]}.safetensors"
