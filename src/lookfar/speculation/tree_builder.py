@@ -2,12 +2,11 @@
 
 A node of a tree is continued in two ways: by the *drafts* that agree with the path so far, and by the *recycled
 predictions* after the node's last token or pair of tokens. A token that two sources propose is one candidate. The score
-of a candidate is the product of the estimated acceptance probabilities along its path, so it never exceeds its
-parent's, and the best n candidates always form trees. The best are those with the highest score times the urgency of
-their request.
+of a candidate is the product of the estimated acceptance probabilities along its path, so the best n candidates always
+form trees. The best are those with the highest score times the urgency of their request.
 
-Under sampling a token is argmax(p / noise), and the noise of the next positions is known (see noise.py): recycled
-logits are compared after the noise was applied, and the noise of a token counts as evidence for every candidate.
+Under sampling a token is argmax(p / noise), and the noise of the next positions is known (noise.py): it is applied to
+recycled logits, and counts as evidence for every candidate.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ from lookfar.speculation.evidence import (
 # agree with its path, in an order of all drafts.
 OWNER, PARENT, TOKEN, DEPTH, TOP_SOURCE, NUM_SOURCES, FIRST, COUNT, LOW, HIGH = range(10)
 COLUMNS = 10
-# Columns about a root: its last two tokens (-1 for none), the deepest node to accept, its place in the step, and the
-# token before the last two, which may be left out.
+# Columns about a root: its last two tokens, the deepest node, its place in the step, and the token before, if known.
 BEFORE, LAST, MAX_DEPTH, PLACE, EARLIER = range(5)
 SMALLEST = np.float32(1e-30)  # a score of drafts that are never accepted becomes 0
 SAFE_SHARE = 0.2  # of the least acceptance probability: a prediction that had so little before is no candidate
@@ -326,10 +324,7 @@ def sort_drafts(work, node, used, count):  # type: ignore[no-untyped-def]
 
 @jit
 def cut(nodes, scores, chosen, owners, batch):  # type: ignore[no-untyped-def]
-    """Return the chosen candidates as trees, one behind the other; `owners` are their requests' places in the step.
-
-    Returns the columns and scores of `DraftTrees`, and where the tree of each of the `batch` requests begins.
-    """
+    """Return the chosen candidates as `DraftTrees`: columns, scores, and where each of the `batch` trees begins."""
     starts, place = np.zeros(batch + 1, np.int32), np.full(len(nodes), -1, np.int32)
     for i in range(len(chosen)):
         place[chosen[i]] = starts[owners[i] + 1]  # in its own tree
