@@ -60,3 +60,19 @@ def test_ranks_that_share_the_rows_of_a_step_afford_more_of_them() -> None:
     assert chain == one  # all drafts on one path: the other rank is no help
     np.testing.assert_allclose(unshared, alone)
     np.testing.assert_allclose(shared[[1, 3, 21]], alone[[1, 2, 11]])  # 20 drafts: the busiest rank has ten of them
+
+
+def test_drafts_beside_a_prompt_must_pay_as_in_other_steps() -> None:
+    """The tokens of a step that reads a prompt are few for its time, which does not make drafts cheaper."""
+    curve = CostCurve({1: 1.0, 9: 1.8, 17: 2.6, 33: 4.2, 65: 7.4, 129: 13.8})
+    scores = np.linspace(0.5, 0.02, 60).astype(np.float32)
+    ranking = Ranking(scores, scores, np.zeros(60, np.int32))
+
+    def chosen(lengths: list[int], prefilling: int) -> int:
+        budget = RowBudget.of("auto", [0], ["auto"] * len(lengths), [60] * len(lengths))
+        step = StepRows(lengths, RunnerLimits(padded=False), prefilling)
+        return budget.choose(ranking, Windows((), (), ()), step, Prices(curve, HostCost(), "1"))[0]
+
+    assert 0 < chosen([1], 0) < 60
+    assert chosen([1, 64], 1) == chosen([1], 0)
+    assert chosen([64], 0) == chosen([1], 0)  # the last chunk of a prompt

@@ -200,6 +200,8 @@ class RowBudget:
         fed: Int32s = np.array(step.lengths, dtype=np.int32)
         table, padded = self._table(step, prices), step.limits.padded
         silent = float(step.num_prefilling)
+        if not padded:  # prompt rows cost the same in any step: the drafts beside them must pay as in a step without
+            table = table - (table[step.fed] - table[len(fed) - step.num_prefilling])
         count, rate = best_count(ranking.gains, ranking.owners, fed, table, -silent, padded)
         if beside < 0:
             if len(fed) == 1 or not padded:
