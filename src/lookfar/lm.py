@@ -94,7 +94,8 @@ class LM:
         if store is not None:
             state.store.load(store)
         self.engine = Engine(create_runner(bound, cuda_graphs, compile, exact), config, state)
-        self.engine.prior_context = prior_context(bound, self.tokenizer)
+        line_break = self.template_ids("\n") if self.tokenizer is not None else []
+        self.engine.prior_context = prior_context(bound, line_break)
         self.driver = Driver(self.engine)
         self._warned: set[str] = set()
 

@@ -34,7 +34,7 @@ def test_it_holds_the_models_predictions(make: type[LM]) -> None:
     model = tiny_model("llama")
     lm = make(model)
     complete(lm)
-    prior, first = priors_of(lm).prior, prior_context(lm.engine.runner.model, None)[0]
+    prior, first = priors_of(lm).prior, prior_context(lm.engine.runner.model, [])[0]
     assert prior.is_complete
     tokens = torch.tensor([0, 1, 5, prior.count - 1])
     ids = torch.stack([torch.full_like(tokens, first), tokens], 1).to(model.device)

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -77,11 +76,10 @@ class PriorBuilder:
             self._saved = self.prior.count
 
 
-def prior_context(model: BoundModel, tokenizer: Any) -> list[int]:
-    """Return the text before single tokens: a line break, or without a tokenizer the token that texts begin with."""
-    newline = tokenizer.encode("\n", add_special_tokens=False)[-1:] if tokenizer is not None else []
+def prior_context(model: BoundModel, line_break: Seq[int]) -> list[int]:
+    """Return the text before single tokens: a line break, or if it is not known the token that texts begin with."""
     config = model.model.config.get_text_config(decoder=True)
-    known = [*newline, getattr(config, "bos_token_id", None), getattr(config, "eos_token_id", None), 0]
+    known = [*line_break[-1:], getattr(config, "bos_token_id", None), getattr(config, "eos_token_id", None), 0]
     return [next(token for token in known if isinstance(token, int) and 0 <= token < model.vocab_size)]
 
 
