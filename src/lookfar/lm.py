@@ -94,8 +94,7 @@ class LM:
         if store is not None:
             state.store.load(store)
         self.engine = Engine(create_runner(bound, cuda_graphs, compile, exact), config, state)
-        line_break = self.template_ids("\n") if self.tokenizer is not None else []
-        self.engine.prior_context = prior_context(bound, line_break)
+        self.engine.prior_context = prior_context(bound, self.template_ids("\n") if self.tokenizer is not None else [])
         self.driver = Driver(self.engine)
         self._warned: set[str] = set()
 
