@@ -8,9 +8,11 @@ from collections.abc import Iterator
 if os.environ.get("LOOKFAR_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run without a GPU; set before torch imports triton
 
+# One thread, also in processes that tests start: two test processes with two threads each would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import hypothesis
 import pytest
-import torch
 import transformers
 from transformers import PreTrainedModel
 
@@ -22,7 +24,6 @@ from lookfar.engine.engine import Engine
 transformers.logging.set_verbosity_error()
 hypothesis.settings.register_profile("lookfar", deadline=None)  # the first call may compile
 hypothesis.settings.load_profile("lookfar")
-torch.set_num_threads(1)  # tiny models gain nothing from more, and lose much on a busy machine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -31,10 +31,15 @@ NEW = 48
 
 
 @pytest.fixture(scope="module")
-def lm() -> Iterator[lookfar.LM]:
+def lm() -> lookfar.LM:
+    return lookfar.load("demo")
+
+
+@pytest.fixture
+def all_cores() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
-    yield lookfar.load("demo")
+    yield
     torch.set_num_threads(before)
 
 
@@ -78,6 +83,12 @@ def test_the_tokens_of_generate(
     lm.forget()
     for prompt, tokens in zip(prompts[1:4], expected[1:4], strict=True):
         assert lm.generate(prompt, max_new_tokens=NEW, strategy=strategy).token_ids == tokens
+
+
+@pytest.mark.usefixtures("all_cores")
+def test_the_tokens_of_generate_on_all_cores(lm: lookfar.LM, prompts: list[list[int]]) -> None:
+    lm.forget()
+    assert lm.generate(prompts[4], max_new_tokens=24).token_ids == reference(lm.model, prompts[4], 24)
 
 
 @pytest.mark.parametrize("budget", ["auto", 16])
