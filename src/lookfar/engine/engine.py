@@ -105,7 +105,7 @@ class Engine:
             self.refresh()
         draft_state = request.draft_state or self.draft_state
         draft_state.fit(self.runner.model.vocab_size)
-        if self.priors is not None:
+        if request.strategies and self.priors is not None:
             draft_state.sources.use_prior(self.priors.prior)
         state = RequestState(request, next(self._handles), index, draft_state, self.runner.model)
         state.every_step = every_step

@@ -96,7 +96,7 @@ class Scheduler:
         if not self.running:
             return StepBatch([], [], started, others_wait)
         order = [self.running[handle] for handle in self.cache.order]
-        pending = [len(state.ids) - state.source_length - state.num_cached for state in order]
+        pending = [state.num_pending for state in order]
         if max(pending) == 1 and all(state.num_cached for state in order):
             return StepBatch(order, pending, started, others_wait, decodes=True)
         return StepBatch(*self._next_group(order, limits), started, others_wait)
@@ -239,10 +239,9 @@ class Scheduler:
             accepted = [pending + node for node in walk.nodes] if walk.nodes else ()
             state.num_cached = self.cache.commit(state.kv, pending, accepted)
             state.replays = True
-            if len(stats.step_sizes) == 1:  # requests that come meanwhile begin like it, perhaps
+            if stats.steps == 1:  # requests that come meanwhile begin like it, perhaps
                 self.reuse.keep(state)
-        ended = [state for state in batch.requests if state.finish_reason is not None or state.error is not None]
-        for state in reversed(ended):
+        for state in reversed([state for state in batch.requests if state.is_finished]):
             self._export(state)
             self._release(state)
         sampling = sum(walk.sampling_seconds for walk in walks if walk is not None)

@@ -35,9 +35,10 @@ def extend_prior(driver: Driver) -> None:
     priors, end = driver.call(lambda: driver.engine.priors), perf_counter() + PRIOR_SECONDS
     if priors is None or not priors.has_work:
         return
-    before = priors.prior.count
+    before, more = priors.prior.count, True
     with progress_bar("Predicting after single tokens", len(priors.prior.ids), before) as advance:
-        while driver.call(driver.engine.extend_prior) and perf_counter() < end:
+        while more and perf_counter() < end:
+            more = driver.call(driver.engine.extend_prior)
             advance(priors.prior.count - before)
             before = priors.prior.count
     driver.call(priors.save)
