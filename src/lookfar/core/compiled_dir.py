@@ -16,7 +16,7 @@ def compiled_dir() -> Path:
     """Return a directory for this state of the compiled functions: numba does not notice changes of called ones."""
     here = Path(__file__).parent
     state = hashlib.sha256()
-    for file in sorted(here.parent.glob("*/*.py")):
+    for file in sorted(here.parent.rglob("*.py")):
         text = file.read_bytes()
         if USES_JIT in text or file == here / "jit.py":
             state.update(text)

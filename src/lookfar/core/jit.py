@@ -14,12 +14,13 @@ from lookfar.core.jit_cache import CompiledFunction
 _config: Any = numba.config
 
 
-def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+def jit(function: Callable[..., Any], nogil: bool = False) -> Callable[..., Any]:
     """Compile a function of NumPy arrays, tuples of them, and numbers.
 
-    Numba infers the argument types at run time, so these functions carry no annotations.
+    Numba infers the argument types at run time, so these functions carry no annotations. `nogil`: other threads of
+    Python run meanwhile.
     """
-    compiled: Any = njit(function)
+    compiled: Any = njit(function, nogil=nogil)
     before = _config.CACHE_DIR
     try:
         _config.CACHE_DIR = before or str(compiled_dir())  # the package's own directory may be read-only

@@ -23,6 +23,7 @@ from lookfar.models.attention_name import attention_replaced, own_attention
 from lookfar.models.decoder_positions import positions_in_decoder
 from lookfar.models.masks import StepMasks, additive
 from lookfar.models.mtp_heads import MtpHeads, load_heads, why_no_heads
+from lookfar.models.packed_decoder import PackedDecoder, why_not_compiled
 from lookfar.models.packed_linear import PackedLinears, pack_by_default
 from lookfar.models.source import SourceBatch, measured_source
 from lookfar.models.support import STATE_TYPES, Support, examine
@@ -46,8 +47,10 @@ class BoundModel:
 
     def __init__(self, model: PreTrainedModel, support: Support | None = None, pack: bool | None = None) -> None:
         self.model = model
-        self._packed = PackedLinears(model) if (pack_by_default(model) if pack is None else pack) else None
         self.support = support or examine(model.config, type(model))
+        self._may_pack = pack_by_default(model) if pack is None else pack
+        self._why_not_compiled = ""  # if its compiled step was tried and gave other logits
+        self._packed = self._new_packed()
         self._parameters = set(inspect.signature(model.forward).parameters)
         self.cache_argument = "past_key_values" if "past_key_values" in self._parameters else "cache_params"
         if self.support.recurrent:
@@ -60,12 +63,32 @@ class BoundModel:
         self.fingerprint = ModelFingerprint.of(model)
         self._heads: MtpHeads | ConfigError | None = None  # None: not loaded yet
 
+    def _new_packed(self) -> PackedLinears | PackedDecoder | None:
+        if not self._may_pack:
+            return None
+        if self._why_not_compiled or why_not_compiled(self.model):
+            return PackedLinears(self.model)
+        return PackedDecoder(self.model, self.support.kinds)
+
+    @property
+    def decoder(self) -> PackedDecoder | None:
+        """Its weights for compiled steps, where its layers can be run as compiled code."""
+        return self._packed if isinstance(self._packed, PackedDecoder) else None
+
+    def refuse_compiled(self, reason: str) -> None:
+        """Leave its layers to torch."""
+        self._why_not_compiled = reason
+        self._packed = self._new_packed()
+
     def refresh(self, everything: bool = False) -> ModelChange:
         """Follow changes of the model. Not while a step runs.
 
         `everything` also drops copies of weights that seem unchanged.
         """
         self.attention = _mask_attention(self.model)
+        compiles = not (self._why_not_compiled or why_not_compiled(self.model))
+        if self._packed is not None and compiles != isinstance(self._packed, PackedDecoder):
+            self._packed = self._new_packed()
         dropped = self._packed is not None and self._packed.refresh(everything)
         before, self._shape = self._shape, self._present_shape()
         fingerprint, self.fingerprint = self.fingerprint, ModelFingerprint.of(self.model)
@@ -172,12 +195,12 @@ class BoundModel:
         with torch.no_grad(), progress_bar("Packing weights", len(layers)) as advance:
             for layer in layers:
                 assert self._packed is not None
-                self._packed.packed_weight(layer)
+                self._packed.pack(layer)
                 advance(1)
 
     def packed_weights(self) -> AbstractContextManager[None]:
         """Let linear layers compute with packed weights while the context is open, if there are any."""
-        return self._packed.in_use() if self._packed is not None else nullcontext()
+        return self._packed.in_use() if isinstance(self._packed, PackedLinears) else nullcontext()
 
     def _inputs(self, plan: StepPlan) -> dict[str, torch.Tensor]:
         """Return token ids, or embeddings if part of a prompt was given as embeddings."""

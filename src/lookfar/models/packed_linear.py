@@ -71,7 +71,7 @@ class PackedLinears:
         weights = {weight_of(layer).data_ptr(): weight_of(layer) for layer in self.layers}
         return sum(weight.numel() * weight.element_size() for weight in weights.values())
 
-    def packed_weight(self, layer: nn.Module) -> torch.Tensor:
+    def pack(self, layer: nn.Module) -> torch.Tensor:
         """Return the packed weight of a layer, packing it again if the weight has changed."""
         weight = weight_of(layer)
         known = self._packed.get(id(weight))
@@ -140,7 +140,7 @@ class PackedForward:
         if get_ident() != self.packed.thread:  # another thread uses the model meanwhile
             result = type(self.layer).forward(self.layer, x)
         else:
-            weight = self.packed.packed_weight(self.layer)
+            weight = self.packed.pack(self.layer)
             result = torch.ops.mkldnn._linear_pointwise(x, weight, self.layer.bias, "none", [], "")
         return result
 

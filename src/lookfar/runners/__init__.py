@@ -8,8 +8,9 @@ from lookfar.errors import ConfigError, LookfarWarning
 from lookfar.models.binding import BoundModel
 from lookfar.runners.base import ModelRunner
 from lookfar.runners.cuda_graph.availability import why_no_graphs
+from lookfar.runners.compiled_cpu import CompiledRunner
 from lookfar.runners.eager import EagerRunner
-from lookfar.runners.flat import FlatRunner, why_not_flat
+from lookfar.runners.flat import why_not_flat
 
 NO_GRAPHS = "its drafts are verified as chains, and only trees are captured"
 
@@ -28,7 +29,7 @@ def create_runner(
         if cuda_graphs is None and model.support.drafts and model.device.type == "cuda":
             warnings.warn(f"{model.support.model_type} runs without CUDA graphs: {NO_GRAPHS}.", LookfarWarning, 4)
         return EagerRunner(model)
-    eager = EagerRunner(model) if why_not_flat(model) else FlatRunner(model)
+    eager = EagerRunner(model) if why_not_flat(model) else CompiledRunner(model)
     if cuda_graphs is False:
         return eager
     reason = why_no_graphs(model)

@@ -94,17 +94,31 @@ def flat_logits(model: BoundModel, plan: StepPlan, cache: SlotKVCache) -> torch.
 
 
 def _flat_rows(model: BoundModel, plan: StepPlan, masks: torch.Tensor) -> FlatRows:
-    tokens = torch.from_numpy(np.concatenate([rows.tokens for rows in plan.requests]))
-    positions = torch.from_numpy(np.concatenate([rows.positions for rows in plan.requests]))
-    if model.support.max_positions is not None:
-        # Only window rows can point past the last position, and what they compute there is never used.
-        positions = positions.clamp(max=model.support.max_positions - 1)
-    positions += torch.from_numpy(np.repeat(plan.position_offsets, plan.lengths))
-    embeds = model.embed(tokens, plan, lambda rows: torch.split(rows, plan.lengths)) if feeds_embeds(plan) else None
+    tokens, positions = flat_tokens(plan), flat_positions(model, plan)
+    embeds = flat_embeds(model, tokens, plan) if feeds_embeds(plan) else None
     logit_rows = torch.from_numpy(flat_logit_rows(plan))
     if not len(logit_rows):
         logit_rows = torch.zeros(1, dtype=torch.long)  # a model need not take an empty list
     return FlatRows(tokens, positions, masks, embeds, logit_rows)
+
+
+def flat_tokens(plan: StepPlan) -> torch.Tensor:
+    """Return the tokens of all rows."""
+    return torch.from_numpy(np.concatenate([rows.tokens for rows in plan.requests]))
+
+
+def flat_positions(model: BoundModel, plan: StepPlan) -> torch.Tensor:
+    """Return the positions of all rows, as the model counts them."""
+    positions = torch.from_numpy(np.concatenate([rows.positions for rows in plan.requests]))
+    if model.support.max_positions is not None:
+        # Only window rows can point past the last position, and what they compute there is never used.
+        positions = positions.clamp(max=model.support.max_positions - 1)
+    return positions + torch.from_numpy(np.repeat(plan.position_offsets, plan.lengths))
+
+
+def flat_embeds(model: BoundModel, tokens: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+    """Return the embeddings of all rows, [rows, hidden]."""
+    return model.embed(tokens, plan, lambda rows: torch.split(rows, plan.lengths))
 
 
 def flat_logit_rows(plan: StepPlan) -> Ints:
@@ -128,21 +142,23 @@ class FlatStep:
 
     def result(self) -> StepResult:
         asked = perf_counter()
-        choices, top_ids, top_logits = self._spread(greedy(self.all_logits), missing=-1), None, None
-        if self.plan.top_k:
-            ids, values = top_k(self.all_logits, self.plan.top_k)
-            top_ids, top_logits = self._spread(ids), self._spread(values)
+        choices, top_ids, top_logits = self.most_likely()
         return StepResult(
             np.array(self.starts[:-1]),
-            choices,
+            self._spread(choices, missing=-1),
             self.logits,
-            top_ids,
-            top_logits,
+            None if top_ids is None else self._spread(top_ids),
+            None if top_logits is None else self._spread(top_logits),
             num_rows=self.starts[-1],
             seconds=self.seconds + perf_counter() - asked,
             hidden=self.hidden if self.states is not None else None,
             is_warm=self.is_warm,
         )
+
+    def most_likely(self) -> tuple[Ints, Int32s | None, Floats | None]:
+        """Return the most likely token of each logit row, and the first few with their logits if the plan wants them."""
+        wanted = top_k(self.all_logits, self.plan.top_k) if self.plan.top_k else (None, None)
+        return greedy(self.all_logits), *wanted
 
     def logits(self, request: int, rows: Ints) -> torch.Tensor:
         """Return the logits of some rows of a request, [rows, vocabulary]."""

@@ -1,0 +1,83 @@
+"""A barrier between threads that run the same compiled code: a counter that each of them raises and then watches."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from lookfar.core.jit import jit
+
+LONG = ir.IntType(64)
+SPINS = 20_000  # looks before a waiting thread lets others run: about half a millisecond
+CAN_YIELD = os.name == "posix"
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+@intrinsic
+def count_up(typing_context: Any, counter: Any) -> Any:
+    """Add 1 to the counter at an address, visibly for all threads."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
+        pointer = builder.inttoptr(arguments[0], LONG.as_pointer())
+        builder.atomic_rmw("add", pointer, LONG(1), "seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@intrinsic
+def look(typing_context: Any, counter: Any) -> Any:
+    """Read the counter at an address, as other threads left it."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
+        return builder.load_atomic(builder.inttoptr(arguments[0], LONG.as_pointer()), "seq_cst", 8)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def relax(typing_context: Any) -> Any:
+    """Let the other half of a core run for a moment."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
+        if IS_X86:
+            signature = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic
+def let_others_run(typing_context: Any) -> Any:
+    """Give the core to another thread of the machine, if one waits for it."""
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
+        if CAN_YIELD:
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(ir.IntType(32), []), "sched_yield"
+            )
+            builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@jit
+def wait_for_all(counter, reached):  # type: ignore[no-untyped-def]
+    """Wait until the counter at an address has reached a value, having added 1 to it."""
+    count_up(counter)
+    spins = 0
+    while look(counter) < reached:
+        spins += 1
+        if spins < SPINS:
+            relax()
+        else:
+            let_others_run()
