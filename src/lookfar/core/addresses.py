@@ -53,3 +53,9 @@ def longs_at(address, count):  # type: ignore[no-untyped-def]
 def floats_at(address, count):  # type: ignore[no-untyped-def]
     """Return the 32-bit floating-point numbers at an address."""
     return carray(pointer_to(address, np.float32), count)
+
+
+@inline_jit
+def bytes_at(address, count):  # type: ignore[no-untyped-def]
+    """Return the bytes at an address."""
+    return carray(pointer_to(address, np.uint8), count)

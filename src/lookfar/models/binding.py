@@ -20,10 +20,11 @@ from lookfar.errors import ConfigError
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.alibi import positions_as_bias
 from lookfar.models.attention_name import attention_replaced, own_attention
+from lookfar.models.compiled_families import why_not_compiled
 from lookfar.models.decoder_positions import positions_in_decoder
 from lookfar.models.masks import StepMasks, additive
 from lookfar.models.mtp_heads import MtpHeads, load_heads, why_no_heads
-from lookfar.models.packed_decoder import PackedDecoder, why_not_compiled
+from lookfar.models.packed_decoder import PackedDecoder
 from lookfar.models.packed_linear import PackedLinears, pack_by_default
 from lookfar.models.source import SourceBatch, measured_source
 from lookfar.models.support import STATE_TYPES, Support, examine
@@ -75,6 +76,14 @@ class BoundModel:
         """Its weights for compiled steps, where its layers can be run as compiled code."""
         return self._packed if isinstance(self._packed, PackedDecoder) else None
 
+    def _follow_structure(self) -> None:
+        """Pack weights as the present modules of the model need it."""
+        compiles = not (self._why_not_compiled or why_not_compiled(self.model))
+        if isinstance(self._packed, PackedDecoder) and compiles:
+            self._packed.find_layers()
+        elif self._packed is not None and (compiles or isinstance(self._packed, PackedDecoder)):
+            self._packed = self._new_packed()
+
     def refuse_compiled(self, reason: str) -> None:
         """Leave its layers to torch."""
         self._why_not_compiled = reason
@@ -86,12 +95,11 @@ class BoundModel:
         `everything` also drops copies of weights that seem unchanged.
         """
         self.attention = _mask_attention(self.model)
-        compiles = not (self._why_not_compiled or why_not_compiled(self.model))
-        if self._packed is not None and compiles != isinstance(self._packed, PackedDecoder):
-            self._packed = self._new_packed()
+        fingerprint, self.fingerprint = self.fingerprint, ModelFingerprint.of(self.model)
+        if fingerprint.structure != self.fingerprint.structure:
+            self._follow_structure()
         dropped = self._packed is not None and self._packed.refresh(everything)
         before, self._shape = self._shape, self._present_shape()
-        fingerprint, self.fingerprint = self.fingerprint, ModelFingerprint.of(self.model)
         if before != self._shape:
             self._heads = None
             return ModelChange.SHAPE

@@ -27,7 +27,7 @@ class ModelChange(IntEnum):
 class ModelFingerprint(NamedTuple):
     """What tells a model from a changed one, in a third of a millisecond for 400 modules."""
 
-    structure: list[Any]  # the modules, their hooks, and the addresses of their weights
+    structure: list[Any]  # the modules, their hooks and modes, and the addresses of their weights
     versions: list[int]  # of the weights: torch counts changes, but not those through `.data`
 
     @classmethod
@@ -36,11 +36,12 @@ class ModelFingerprint(NamedTuple):
         for module in modules:  # which grows
             own = vars(module)
             modules.extend(child for child in own["_modules"].values() if child is not None)
-            structure.append((type(module), len(own["_forward_hooks"]), len(own["_forward_pre_hooks"])))
+            hooks = len(own["_forward_hooks"]), len(own["_forward_pre_hooks"])
+            structure.append((type(module), hooks, "forward" in own, own["training"]))
             for weight in own["_parameters"].values():
                 if weight is not None:
                     structure.append(weight.data_ptr())
-                    versions.append(_version(weight))
+                    versions.append(version_of(weight))
         return cls(structure, versions)
 
 
@@ -60,14 +61,15 @@ class WeightState(NamedTuple):
         single values through `.data` may be missed.
         """
         sample = sample_bits(weight.detach().numpy().view(np.uint32))
-        return cls(weight.data_ptr(), _version(weight), tuple(weight.shape), int(sample))
+        return cls(weight.data_ptr(), version_of(weight), tuple(weight.shape), int(sample))
 
     def may_be_of(self, weight: torch.Tensor) -> bool:
         """Whether a weight is unchanged as far as torch knows: a microsecond, without changes through `.data`."""
-        return weight.data_ptr() == self.address and _version(weight) == self.version
+        return weight.data_ptr() == self.address and version_of(weight) == self.version
 
 
-def _version(weight: torch.Tensor) -> int:
+def version_of(weight: torch.Tensor) -> int:
+    """Return how often torch has changed a weight; 0 where it does not count."""
     return 0 if weight.is_inference() else weight._version
 
 

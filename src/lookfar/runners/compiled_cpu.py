@@ -6,16 +6,18 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.plan import RunnerLimits, StepPlan
-from lookfar.kernels.cpu import decoder
+from lookfar.kernels.cpu import layout
+from lookfar.kernels.cpu.decoder import run_step
 from lookfar.kernels.cpu.team import run_together
 from lookfar.kernels.cpu.vectors import LANES
 from lookfar.kvcache.slot_buffers import SlotBuffers
 from lookfar.kvcache.slots import SlotKVCache
-from lookfar.models.binding import BoundModel
+from lookfar.models.binding import BoundModel, feeds_embeds
 from lookfar.models.packed_decoder import PackedDecoder
 from lookfar.models.self_check import agree, taken_slots
 from lookfar.runners.base import PendingStep
@@ -54,13 +56,13 @@ class CompiledRunner(FlatRunner):
         packed = self.model.decoder
         if packed is None or plan.hidden:
             return super().launch(plan, cache)
-        first = self._steps is None or self._steps.packed is not packed
-        if self._steps is None or self._steps.packed is not packed:
+        is_warm = self._steps is not None and self._steps.packed is packed
+        if self._steps is None or not is_warm:
             self._steps = CompiledSteps(self.model, packed)
             if not self._agrees(self._steps):
                 self.model.refuse_compiled("its logits are not those of its own code")
                 return super().launch(plan, cache)
-        return self._steps.launch(plan, cache, is_warm=not first)
+        return self._steps.launch(plan, cache, is_warm)
 
     def _agrees(self, steps: CompiledSteps) -> bool:
         """Whether a small compiled step gives the logits of the padded one."""
@@ -75,8 +77,9 @@ class CompiledSteps:
 
     def __init__(self, model: BoundModel, packed: PackedDecoder) -> None:
         self.model, self.packed = model, packed
-        self._buffers: tuple[Floats, ...] = ()
         self._room = 0, 0, 0  # rows, keys and threads that the buffers have room for
+        self._buffers: dict[int, Floats] = {}
+        self._kv_generation = -1  # of the KV buffers whose addresses are in the table
 
     def launch(self, plan: StepPlan, cache: SlotKVCache, is_warm: bool = True) -> CompiledStep:
         """Run a step."""
@@ -84,100 +87,126 @@ class CompiledSteps:
         if self.packed.missing:
             self.model.pack()
         cache.apply_moves()
-        rows, threads = sum(plan.lengths), torch.get_num_threads()
-        h, *others = self._room_for(rows, int((plan.num_cached + plan.num_rows).max()), threads)
-        decoder_model: Any = self.model.model.model
-        with torch.no_grad():
-            embeds = flat_embeds(self.model, flat_tokens(plan), plan)
-            cos, sin = decoder_model.rotary_emb(embeds, flat_positions(self.model, plan)[None])
-        h[:rows] = embeds.numpy()
-        h[rows:] = 0.0
-        logit_rows = flat_logit_rows(plan)
-        logits, *found = self._results(len(logit_rows), plan.top_k)
-        layers, sizes = self._tables(cache.buffers, rows)
-        counter = np.zeros(1, np.int64)
-        arguments = (
-            counter.ctypes.data,
-            sizes,
-            self.packed.constants,
-            layers,
-            _requests(plan, cache),
-            self._masks(plan),
-            (cos[0].numpy(), sin[0].numpy()),
-            (h, *others),
-            (logit_rows, decoder_model.norm.weight.detach().numpy(), self.packed.head_address),
-            (logits, *found),
+        threads, logit_rows = torch.get_num_threads(), flat_logit_rows(plan)
+        self._make_room(sum(plan.lengths), int((plan.num_cached + plan.num_rows).max()), threads)
+        found = Likeliest.room_for(len(logit_rows), plan.top_k, self.packed.vocab_size)
+        step, arrays = self._sizes(plan, cache, found), {**self._rows(plan, cache), **self._buffers, **found.arrays}
+        arrays[layout.CHOSEN] = logit_rows
+        arrays[layout.LAYERS] = self._layers(cache.buffers)
+        arrays[layout.COUNTERS] = np.zeros(layout.num_counters(self.packed.num_layers), np.int64)
+        for column, array in arrays.items():
+            step[column] = array.ctypes.data
+        address, (epsilon, scale) = step.ctypes.data, self.packed.constants
+        run_together(lambda rank: run_step(rank, threads, address, epsilon, scale), threads)
+        return CompiledStep(plan, found, perf_counter() - started, is_warm, self.packed.vocab_size)
+
+    def _sizes(self, plan: StepPlan, cache: SlotKVCache, found: Likeliest) -> Ints:
+        """Return the table of a step with its sizes and the addresses of weights."""
+        packed, step = self.packed, np.zeros(layout.STEP_COLUMNS, np.int64)
+        slot, head, _, _ = self._kv(cache.buffers, 0).keys.stride()
+        step[: layout.COUNTERS] = (
+            packed.hidden,
+            packed.heads,
+            packed.kv_heads,
+            packed.head_dim,
+            packed.inner,
+            packed.vocab_size,
+            sum(plan.lengths),
+            plan.batch,
+            len(found.ids),
+            found.ids.shape[1],
+            packed.num_layers,
+            slot,
+            head,
+            self._buffers[layout.SCRATCH].shape[1],
         )
-        run_together(lambda rank, size: decoder.run_step((rank, size), *arguments), threads)
-        all_logits = torch.from_numpy(logits)[: len(logit_rows), : self.packed.vocab_size]
-        return CompiledStep(plan, all_logits, perf_counter() - started, is_warm, tuple(found))
+        step[layout.FINAL_NORM], step[layout.HEAD] = packed.final_norm_address, packed.head_address
+        return step
 
-    def _tables(self, buffers: SlotBuffers, rows: int) -> tuple[Ints, Ints]:
-        """Return the addresses of weights and KV buffers, and the sizes of the step."""
-        packed = self.packed
-        layers = packed.table()
-        for index, row in enumerate(layers):
-            layer = buffers.layer(index)
-            if not layer.is_initialized:
-                like = torch.zeros(1, packed.kv_heads, 1, packed.head_dim)
-                layer.lazy_initialization(like, like)
-            row[decoder.KEYS], row[decoder.VALUES] = layer.keys.data_ptr(), layer.values.data_ptr()
-        slot, head, _, _ = buffers.layer(0).keys.stride()
-        shape = packed.hidden, packed.heads, packed.kv_heads, packed.head_dim, packed.inner, packed.vocab_size
-        return layers, np.array([*shape, rows, slot, head])
-
-    def _results(self, rows: int, top_k: int) -> tuple[Floats, Ints, Int32s, Floats]:
-        """Return room for the logits of some rows, padded, and for their most likely tokens."""
-        vocab_size, k = self.packed.vocab_size, max(min(top_k, self.packed.vocab_size), 1)
-        logits = np.empty((_padded(rows), -(-vocab_size // LANES) * LANES), np.float32)
-        return logits, np.empty(rows, np.int64), np.empty((rows, k), np.int32), np.empty((rows, k), np.float32)
-
-    def _room_for(self, rows: int, keys: int, threads: int) -> tuple[Floats, ...]:
-        """Return the buffers: hidden states, blocks of rows, queries with keys and values, inner blocks, scratch."""
-        padded, packed = _padded(rows), self.packed
-        if padded > self._room[0] or keys > self._room[1] or threads != self._room[2]:
-            padded, keys = max(padded, self._room[0]), max(2 * keys, self._room[1])
-            dim, attended = packed.head_dim, packed.heads * packed.head_dim
-            scratch = (2 * dim + 1 + keys + 2 * decoder.BLOCK) * LANES
-            self._buffers = (
-                np.zeros((padded, packed.hidden), np.float32),
-                np.zeros(padded * packed.hidden, np.float32),
-                np.zeros((padded, attended + 2 * packed.kv_heads * dim), np.float32),
-                np.zeros(padded * max(attended, packed.inner), np.float32),
-                np.zeros((threads, scratch), np.float32),
-            )
-            self._room = padded, keys, threads
-        return self._buffers
-
-    def _masks(self, plan: StepPlan) -> tuple[Any, Ints, Ints]:
+    def _rows(self, plan: StepPlan, cache: SlotKVCache) -> dict[int, npt.NDArray[Any]]:
+        """Return what a step says about its rows, and write their embeddings."""
         positions = np.concatenate([rows.positions for rows in plan.requests])
         kinds = self.model.support.kinds.values()
-        seen_from = np.array([[kind.first_visible(p) for p in positions.tolist()] for kind in kinds])
-        return np.concatenate([rows.visible.reshape(-1) for rows in plan.requests]), seen_from, positions
+        table, first, sees = [], 0, 0
+        for rows, count in zip(plan.requests, plan.lengths, strict=True):
+            table.append((first, count, rows.num_cached, cache.slot_of(rows.kv), sees))
+            first, sees = first + count, sees + count * count
+        decoder: Any = self.model.model.model
+        tokens, states = flat_tokens(plan), self._buffers[layout.STATES]
+        with torch.no_grad():
+            weight = decoder.embed_tokens.weight
+            states[:first] = flat_embeds(self.model, tokens, plan) if feeds_embeds(plan) else weight.numpy()[tokens]
+            cos, sin = decoder.rotary_emb(weight, flat_positions(self.model, plan)[None])
+        states[first:] = 0.0
+        return {
+            layout.REQUEST_TABLE: np.array(table, np.int64),
+            layout.VISIBLE: np.concatenate([rows.visible.reshape(-1) for rows in plan.requests]),
+            layout.SEEN_FROM: np.array([[kind.first_visible(p) for p in positions.tolist()] for kind in kinds]),
+            layout.POSITIONS: positions,
+            layout.COS: np.ascontiguousarray(cos[0].numpy()),
+            layout.SIN: np.ascontiguousarray(sin[0].numpy()),
+        }
+
+    def _layers(self, buffers: SlotBuffers) -> Ints:
+        """Return the addresses of weights and KV buffers."""
+        layers = self.packed.table()
+        if self._kv_generation != buffers.generation:
+            for index, row in enumerate(layers):
+                layer = self._kv(buffers, index)
+                row[layout.KEYS], row[layout.VALUES] = layer.keys.data_ptr(), layer.values.data_ptr()
+            self._kv_generation = buffers.generation
+        return layers
+
+    def _kv(self, buffers: SlotBuffers, index: int) -> Any:
+        """Return the KV buffers of a layer, allocated."""
+        layer = buffers.layer(index)
+        if not layer.is_initialized:
+            like = torch.zeros(1, self.packed.kv_heads, 1, self.packed.head_dim)
+            layer.lazy_initialization(like, like)
+        return layer
+
+    def _make_room(self, rows: int, keys: int, threads: int) -> None:
+        """Let the buffers have room for a step."""
+        padded, packed = layout.padded(rows), self.packed
+        if padded <= self._room[0] and keys <= self._room[1] and threads == self._room[2]:
+            return
+        self._room = padded, keys, threads = max(padded, self._room[0]), max(2 * keys, self._room[1]), threads
+        attended = packed.heads * packed.head_dim
+        width = attended + 2 * packed.kv_heads * packed.head_dim
+        shapes = {
+            layout.STATES: (padded, packed.hidden),
+            layout.BLOCKS: (padded, packed.hidden),
+            layout.QKV_ROWS: (padded, width),
+            layout.INNER_BLOCKS: (padded, max(attended, packed.inner)),
+            layout.SCRATCH: (threads, layout.scratch_size(packed.head_dim, keys) * LANES),
+        }
+        self._buffers = {column: np.zeros(shape, np.float32) for column, shape in shapes.items()}
 
 
-def _requests(plan: StepPlan, cache: SlotKVCache) -> Ints:
-    table, first, visible = [], 0, 0
-    for rows, count in zip(plan.requests, plan.lengths, strict=True):
-        table.append((first, count, rows.num_cached, cache.slot_of(rows.kv), visible))
-        first, visible = first + count, visible + count * count
-    return np.array(table)
+class Likeliest:
+    """The logits of some rows, padded, and their most likely tokens in order."""
 
+    def __init__(self, logits: Floats, ids: Int32s, values: Floats) -> None:
+        self.logits, self.ids, self.values = logits, ids, values
 
-def _padded(rows: int) -> int:
-    full = rows // decoder.BLOCK * decoder.BLOCK
-    return full + (int(decoder.SIZES[rows - full - 1]) if rows > full else 0)
+    @classmethod
+    def room_for(cls, rows: int, top_k: int, vocab_size: int) -> Likeliest:
+        k = max(min(top_k, vocab_size), 1)
+        logits = np.empty((layout.padded(rows), -(-vocab_size // LANES) * LANES), np.float32)
+        return cls(logits, np.empty((rows, k), np.int32), np.empty((rows, k), np.float32))
+
+    @property
+    def arrays(self) -> dict[int, npt.NDArray[Any]]:
+        return {layout.LOGITS: self.logits, layout.TOP_IDS: self.ids, layout.TOP_LOGITS: self.values}
 
 
 class CompiledStep(FlatStep):
     """The results of a compiled step."""
 
-    def __init__(
-        self, plan: StepPlan, logits: torch.Tensor, seconds: float, is_warm: bool, found: tuple[Ints, Int32s, Floats]
-    ) -> None:
-        super().__init__(plan, logits, seconds, is_warm)
+    def __init__(self, plan: StepPlan, found: Likeliest, seconds: float, is_warm: bool, vocab_size: int) -> None:
+        super().__init__(plan, torch.from_numpy(found.logits)[: len(found.ids), :vocab_size], seconds, is_warm)
         self.found = found
 
     def most_likely(self) -> tuple[Ints, Int32s | None, Floats | None]:
-        choices, ids, values = self.found
-        return (choices, ids, values) if self.plan.top_k else (choices, None, None)
+        choices = self.found.ids[:, 0].astype(np.int64)
+        return (choices, self.found.ids, self.found.values) if self.plan.top_k else (choices, None, None)

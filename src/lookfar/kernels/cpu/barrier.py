@@ -1,4 +1,4 @@
-"""A barrier between threads that run the same compiled code: a counter that each of them raises and then watches."""
+"""Counters that threads of one compiled function share: to take parts of the work, and to wait for each other."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
 @intrinsic
-def count_up(typing_context: Any, counter: Any) -> Any:
-    """Add 1 to the counter at an address, visibly for all threads."""
+def take(typing_context: Any, counter: Any, count: Any) -> Any:
+    """Add to the counter at an address, visibly for all threads; returns what it was before."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
         pointer = builder.inttoptr(arguments[0], LONG.as_pointer())
-        builder.atomic_rmw("add", pointer, LONG(1), "seq_cst")
-        return context.get_dummy_value()
+        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
 
-    return types.void(types.int64), emit
+    return types.int64(types.int64, types.int64), emit
 
 
 @intrinsic
@@ -73,7 +72,7 @@ def let_others_run(typing_context: Any) -> Any:
 @jit
 def wait_for_all(counter, reached):  # type: ignore[no-untyped-def]
     """Wait until the counter at an address has reached a value, having added 1 to it."""
-    count_up(counter)
+    take(counter, 1)
     spins = 0
     while look(counter) < reached:
         spins += 1

@@ -51,12 +51,12 @@ class _Teams:
 _teams = _Teams()
 
 
-def run_together(job: Callable[[int, int], Any], size: int) -> None:
-    """Run `job(rank, size)` on so many threads."""
+def run_together(job: Callable[[int], Any], size: int) -> None:
+    """Run `job(rank)` on so many threads at once."""
     if _teams.process != os.getpid():  # a forked process has none of the threads, and perhaps a lock that is held
         _teams.__init__()  # type: ignore[misc]
         _teams.process = os.getpid()
     with _teams.lock:
         if _teams.team is None or _teams.team.size != size:
             _teams.team = Team(size)
-        _teams.team.run(lambda rank: job(rank, size))
+        _teams.team.run(job)

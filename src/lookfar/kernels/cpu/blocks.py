@@ -1,0 +1,83 @@
+"""Rows in blocks, [k][rows of the block], and products with packed weights.
+
+A tile reads the values of all its rows for one k from one place. The last block has as few rows as fit; rows that fill
+it up are zero.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lookfar.core.addresses import floats_at
+from lookfar.core.jit import jit
+from lookfar.kernels.cpu.barrier import take
+from lookfar.kernels.cpu.layout import BLOCK, SIZES
+from lookfar.kernels.cpu.vectors import LANES, sum_of_squares, tile, tile_add
+
+PARTS = 6  # of a product for each thread: a thread that is slower takes fewer
+
+
+@jit
+def block_size(first, rows):  # type: ignore[no-untyped-def]
+    """Return the rows of a block with its padding."""
+    return SIZES[min(BLOCK, rows - first) - 1]
+
+
+@jit
+def share(count, rank, size):  # type: ignore[no-untyped-def]
+    """Return the part of `count` things that a thread does."""
+    return count * rank // size, count * (rank + 1) // size
+
+
+@jit
+def multiply_tile(rows, x, w, y, length, x_step, w_step, y_step):  # type: ignore[no-untyped-def]
+    """As `tile`, compiled once for all callers."""
+    tile(rows, x, w, y, length, x_step, w_step, y_step)
+
+
+@jit
+def multiply(blocks, rows, length, weights, y, y_step, add, counter, size):  # type: ignore[no-untyped-def]
+    """Multiply blocks of rows with a packed weight of `y_step` columns; threads take panels until none are left."""
+    panels = y_step // LANES
+    at_once = max(panels // (size * PARTS), 1)
+    panel = take(counter, at_once)
+    while panel < panels:
+        last = min(panel + at_once, panels)
+        while panel < last:
+            w = weights + panel * length * LANES * 4
+            for first in range(0, rows, BLOCK):
+                count, place = block_size(first, rows), y + (first * y_step + panel * LANES) * 4
+                if add:
+                    tile_add(count, blocks + first * length * 4, w, place, length, count, LANES, y_step)
+                else:
+                    multiply_tile(count, blocks + first * length * 4, w, place, length, count, LANES, y_step)
+            panel += 1
+        panel = take(counter, at_once)
+
+
+@jit
+def rms_factor(values, length, epsilon):  # type: ignore[no-untyped-def]
+    mean = sum_of_squares(values, length // LANES) / np.float32(length)
+    return np.float32(1.0) / np.sqrt(mean + epsilon)
+
+
+@jit
+def write_block(row, rows, length, values, weight, factor, blocks, columns):  # type: ignore[no-untyped-def]
+    """Write some columns of a normalised row to its block."""
+    first = row // BLOCK * BLOCK
+    count = block_size(first, rows)
+    source, scale = floats_at(values, length), floats_at(weight, length)
+    block = floats_at(blocks + first * length * 4, count * length)
+    for k in range(columns[0], columns[1]):
+        block[k * count + row - first] = scale[k] * (source[k] * factor)
+
+
+@jit
+def clear_padding(blocks, rows, length, columns):  # type: ignore[no-untyped-def]
+    """Let the rows that fill up the last block be zero."""
+    first = (rows - 1) // BLOCK * BLOCK
+    count = block_size(first, rows)
+    block = floats_at(blocks + first * length * 4, count * length)
+    for k in range(columns[0], columns[1]):
+        for row in range(rows - first, count):
+            block[k * count + row] = 0.0
