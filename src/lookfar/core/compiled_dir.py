@@ -9,6 +9,7 @@ from pathlib import Path
 from lookfar.core.cache_dir import cache_dir
 
 USES_JIT = b"lookfar.core.jit"  # in the source of each module with compiled functions
+ALL_COMPILED = "cpu"  # kernels/cpu, whose constants and instructions are compiled into the functions beside them
 
 
 @cache
@@ -18,6 +19,6 @@ def compiled_dir() -> Path:
     state = hashlib.sha256()
     for file in sorted(here.parent.rglob("*.py")):
         text = file.read_bytes()
-        if USES_JIT in text or file == here / "jit.py":
+        if USES_JIT in text or file == here / "jit.py" or file.parent.name == ALL_COMPILED:
             state.update(text)
     return cache_dir() / "compiled" / state.hexdigest()[:16]

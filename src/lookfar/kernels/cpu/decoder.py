@@ -179,13 +179,11 @@ def _run_step(rank, size, address, epsilon, scale):  # type: ignore[no-untyped-d
     """Run the step whose table is at an address, as one of `size` threads."""
     step = longs_at(address, STEP_COLUMNS)
     scratch = step[SCRATCH] + rank * step[SCRATCH_STEP] * 4
-    phase = 0
     for index in range(step[NUM_LAYERS]):
         layer = longs_at(step[LAYERS] + index * LAYER_COLUMNS * 8, LAYER_COLUMNS)
-        run_layer(rank, size, step, layer, epsilon, scale, scratch, phase)
-        phase += PHASES
+        run_layer(rank, size, step, layer, epsilon, scale, scratch, index * PHASES)
     if step[LOGIT_ROWS] > 0:
-        write_logits(rank, size, step, epsilon, phase)
+        write_logits(rank, size, step, epsilon, step[NUM_LAYERS] * PHASES)
 
 
 run_step = partial(jit, nogil=True)(_run_step)
