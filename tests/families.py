@@ -66,6 +66,7 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL_TEXT = {key: SMALL[key] for key in list(SMALL)[:8]} | TOKENS  # what every newer config knows
 
 HEAD = {"head_dim": 8, "num_key_value_heads": 2}
+COMPILED = {"head_dim": 16}  # a size that compiled steps take
 SLIDING = {"sliding_window": WINDOW, "use_sliding_window": True}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 LATENT = {
@@ -98,7 +99,7 @@ TREES: dict[str, dict[str, Any]] = {
     },
     "qwen3_next:attention": {"layer_types": ["full_attention"] * 2},
     # full attention, grouped queries, rotary positions
-    "llama": {},
+    "llama": COMPILED,
     "apertus": {},
     "arcee": {},
     "bitnet": {},
@@ -138,12 +139,12 @@ TREES: dict[str, dict[str, Any]] = {
     "falcon:alibi": {"alibi": True},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
     # sliding windows, alone and mixed with full attention
-    "mistral": {},
+    "mistral": COMPILED,
     "ministral": HEAD,
     "phi3": SLIDING,
     "starcoder2": SLIDING,
-    "qwen2": SLIDING | {"max_window_layers": 1},
-    "qwen3": SLIDING | {"max_window_layers": 1},
+    "qwen2": SLIDING | COMPILED | {"max_window_layers": 1},
+    "qwen3": SLIDING | COMPILED | {"max_window_layers": 1},
     "cohere2": MIXED,
     "cwm": {},
     "exaone4": MIXED,

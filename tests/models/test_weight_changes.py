@@ -16,6 +16,7 @@ from families import DEVICE, tiny_model
 from helpers import flat_lm, random_prompts, reference
 from lookfar import LM
 from lookfar.errors import ModelError
+from lookfar.models.packed_linear import PackedLinears
 from lookfar.models.weight_changes import WeightState
 
 PROMPTS = random_prompts(12, 30, 5)
@@ -218,12 +219,12 @@ def test_a_head_that_is_wider_than_the_embeddings() -> None:
 
 
 def test_copies_of_weights_that_are_gone_are_dropped() -> None:
-    model = tiny_model("llama", torch.float32)
+    model = tiny_model("mixtral", torch.float32)
     lm = LM(model, pack=True)
     for _ in range(3):
         lm.generate(PROMPTS[0], max_new_tokens=3)
         packed = lm.engine.runner.model._packed
-        assert packed is not None
+        assert isinstance(packed, PackedLinears)
         assert len(packed._packed) == len({id(layer.weight) for layer in packed.layers})
         for layer in model.modules():
             if isinstance(layer, nn.Linear):

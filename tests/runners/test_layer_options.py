@@ -67,7 +67,7 @@ def test_weights_that_others_use_too_stay_where_they_are() -> None:
 def test_one_compiled_layer_serves_for_all_and_for_all_numbers_of_rows() -> None:
     torch._dynamo.reset()
     counters.clear()
-    model = tiny_model("llama", torch.float32, num_hidden_layers=5)
+    model = tiny_model("llama", torch.float32, num_hidden_layers=5, head_dim=8)  # no size that rows have, too
     bound, compiled = BoundModel(model, pack=False), CompiledLayers(model, backend="aot_eager")
     fused = FusedLinears(model, lambda: model(IDS))
     cache = one_slot(64)

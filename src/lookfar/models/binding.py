@@ -199,11 +199,11 @@ class BoundModel:
 
     def pack(self) -> None:
         """Pack all weights now."""
-        layers = self._packed.missing if self._packed is not None else []
+        packed: Any = self._packed
+        layers = packed.missing if packed is not None else []
         with torch.no_grad(), progress_bar("Packing weights", len(layers)) as advance:
             for layer in layers:
-                assert self._packed is not None
-                self._packed.pack(layer)
+                packed.pack(layer)
                 advance(1)
 
     def packed_weights(self) -> AbstractContextManager[None]:

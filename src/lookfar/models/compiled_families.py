@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.activations import SiLUActivation
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mistral import modeling_mistral as mistral
-from transformers.models.qwen2 import modeling_qwen2 as qwen2
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.activations import ACT2FN
 
 from lookfar.kernels.cpu import layout
 from lookfar.kernels.cpu.vectors import LANES
 
-# The classes whose code the compiled step repeats.
-FAMILIES = {
-    getattr(code, f"{name}ForCausalLM"): tuple(
-        getattr(code, name + part) for part in ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
-    )
-    for code, name in ((llama, "Llama"), (mistral, "Mistral"), (qwen2, "Qwen2"), (qwen3, "Qwen3"))
-}
+# Families whose code the compiled step repeats, by the names of their classes.
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
 PLACES = {  # of the packed weights of a layer; those of queries, keys and values lie behind each other
     "self_attn.q_proj": layout.QKV,
     "self_attn.k_proj": None,
@@ -46,13 +39,24 @@ VECTORS = {  # of a layer, which are read where they are
 
 def why_not_compiled(model: PreTrainedModel) -> str:
     """Return why the layers of a model are left to torch; empty if they can be run as compiled code."""
-    if type(model) not in FAMILIES:
+    if not _family(model):
         return "its family has no compiled step"
-    if any(type(module) not in allowed for module, allowed in _parts(model)) or not all(map(_is_plain, model.modules())):
+    if any(type(module) not in allowed for module, allowed in _parts(model)) or not all(
+        map(_is_plain, model.modules())
+    ):
         return "its modules are not those of its family, or have hooks"
     if not all(_is_float32(weight) for weight in model.parameters()):
         return "its weights are not float32 matrices on a CPU"
     return _why_not_these_sizes(model)
+
+
+def _family(model: PreTrainedModel) -> tuple[type, ...]:
+    """Return the classes of the parts of a model; none if its family has no compiled step."""
+    for family, name in FAMILIES.items():
+        code = f"transformers.models.{family}.modeling_{family}"
+        if (type(model).__module__, type(model).__name__) == (code, f"{name}ForCausalLM"):
+            return tuple(getattr(sys.modules[code], name + part) for part in PARTS)
+    return ()
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -66,7 +70,7 @@ def _is_float32(weight: torch.Tensor) -> bool:
 
 def _parts(model: Any) -> Iterator[tuple[nn.Module, tuple[type, ...]]]:
     """Yield the modules of a model that the compiled step replaces, each with the classes that it may have."""
-    decoder_class, layer, attention, mlp, norm = FAMILIES[type(model)]
+    decoder_class, layer, attention, mlp, norm = _family(model)
     yield model.model, (decoder_class,)
     yield model.model.norm, (norm,)
     yield model.model.embed_tokens, (nn.Embedding,)
@@ -75,7 +79,7 @@ def _parts(model: Any) -> Iterator[tuple[nn.Module, tuple[type, ...]]]:
         yield block, (layer,)
         yield block.self_attn, (attention,)
         yield block.mlp, (mlp,)
-        yield block.mlp.act_fn, (nn.SiLU, SiLUActivation)
+        yield block.mlp.act_fn, (nn.SiLU, type(ACT2FN["silu"]))
         for name, module in block.named_modules():
             if name in PLACES:
                 yield module, (nn.Linear,)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lookfar.core.arrays import Floats, Ints
 from lookfar.kernels.cpu import layout
@@ -37,8 +38,9 @@ class PackedDecoder:
         self.vocab_size: int = self.model.lm_head.weight.shape[0]
         self.constants = np.float32(self.model.model.norm.variance_epsilon), np.float32(attention.scaling)
         self.layers = linears(self.model)
+        self._places = {layer: index for index, layer in enumerate(self.layers)}
         # Where modules keep their weights: reading them there takes a tenth of the time of an attribute.
-        self._matrices = [layer._parameters for layer in self.layers]
+        self._matrices: list[dict[str, Any]] = [layer._parameters for layer in self.layers]
         self._vectors = list(_vectors(blocks))
         self._pointers: list[int] = []  # of the vectors, when they were last written to the table
         sizes = [_packed_size(layer.weight) for layer in self.layers]
@@ -70,19 +72,19 @@ class PackedDecoder:
         return dropped
 
     @property
-    def missing(self) -> list[int]:
+    def missing(self) -> list[nn.Linear]:
         """Layers whose weights are not packed, or have changed as far as torch knows."""
         weights = [own["weight"] for own in self._matrices]
         pointers, versions = [weight.data_ptr() for weight in weights], list(map(version_of, weights))
         if (pointers, versions) == self._packed_from:
             return []
         return [
-            index
-            for index, (weight, state) in enumerate(zip(weights, self._states, strict=True))
+            layer
+            for layer, weight, state in zip(self.layers, weights, self._states, strict=True)
             if state is None or not state.may_be_of(weight)
         ]
 
-    def pack(self, index: int) -> None:
+    def pack(self, layer: nn.Linear) -> None:
         """Pack the weight of a layer."""
         if not len(self._memory):
             self._memory = _aligned(sum(self._sizes))
@@ -90,7 +92,8 @@ class PackedDecoder:
             for part, column in enumerate(PLACES.values()):
                 if column is not None:
                     self._table[:, column] = starts[:, part]
-        weight, place = self.layers[index].weight, sum(self._sizes[:index])
+        index, weight = self._places[layer], layer.weight
+        place = sum(self._sizes[:index])
         self._states[index] = WeightState.of(weight)
         if states := [state for state in self._states if state is not None]:
             self._packed_from = [state.address for state in states], [state.version for state in states]
@@ -127,7 +130,7 @@ def _vectors(blocks: Any) -> Any:
                 yield row, column, *known[name]
 
 
-def _parameters(block: torch.nn.Module) -> Any:
+def _parameters(block: nn.Module) -> Any:
     for prefix, module in block.named_modules():
         yield from ((f"{prefix}.{name}", module, name) for name, own in module._parameters.items() if own is not None)
 

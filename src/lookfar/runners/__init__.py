@@ -7,8 +7,8 @@ import warnings
 from lookfar.errors import ConfigError, LookfarWarning
 from lookfar.models.binding import BoundModel
 from lookfar.runners.base import ModelRunner
-from lookfar.runners.cuda_graph.availability import why_no_graphs
 from lookfar.runners.compiled_cpu import CompiledRunner
+from lookfar.runners.cuda_graph.availability import why_no_graphs
 from lookfar.runners.eager import EagerRunner
 from lookfar.runners.flat import why_not_flat
 

@@ -156,7 +156,7 @@ class FlatStep:
         )
 
     def most_likely(self) -> tuple[Ints, Int32s | None, Floats | None]:
-        """Return the most likely token of each logit row, and the first few with their logits if the plan wants them."""
+        """Return the most likely token of each logit row, and its first few with their logits if they are wanted."""
         wanted = top_k(self.all_logits, self.plan.top_k) if self.plan.top_k else (None, None)
         return greedy(self.all_logits), *wanted
 

@@ -1,7 +1,7 @@
 """Attention of a compiled step: 16 queries of one request that share a head of keys and values at a time.
 
-Lane i holds query `first + i`, counted by row and then by head of the group. Each lane adds its keys in the order of the
-text, and a key that it does not see adds zero, so drafts beside a row do not change its result.
+Lane i holds query `first + i`, counted by row and then by head of the group. Each lane adds its keys in the order of
+the text, and a key that it does not see adds zero, so drafts beside a row do not change its result.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def attend(step, layer, epsilon, scale, scratch, counter):  # type: ignore[no-un
         for head in range(step[KV_HEADS]):
             for first in range(0, queries, LANES):
                 if unit == taken:
-                    attend_lanes(step, layer, request, head, first, min(LANES, queries - first), epsilon, scale, scratch)
+                    attend_lanes(
+                        step, layer, request, head, first, min(LANES, queries - first), epsilon, scale, scratch
+                    )
                     taken = take(counter, 1)
                 unit += 1
 
@@ -128,9 +130,7 @@ def attend_lanes(step, layer, request, head, first, lanes, epsilon, scale, scrat
         row, own = request[FIRST] + (first + lane) // group, head * group + (first + lane) % group
         bias = layer[Q_BIAS] + own * dim * 4 if layer[Q_BIAS] != 0 else 0
         cos, sin, source = step[COS] + row * dim * 4, step[SIN] + row * dim * 4, row * width + own * dim
-        rotate(
-            step[QKV_ROWS] + source * 4, bias, layer[Q_NORM], epsilon, cos, sin, dim, query + lane * 4, LANES
-        )
+        rotate(step[QKV_ROWS] + source * 4, bias, layer[Q_NORM], epsilon, cos, sin, dim, query + lane * 4, LANES)
         begin = min(begin, seen_from[row])
     for d in range(dim):
         for lane in range(lanes):

@@ -9,18 +9,16 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from lookfar.core.jit import jit
+from lookfar.kernels.cpu.llvm import INT, LONG, external, instruction
 
-LONG = ir.IntType(64)
 SPINS = 20_000  # looks before a waiting thread lets others run: about half a millisecond
 CAN_YIELD = os.name == "posix"
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
-@intrinsic
+@instruction
 def take(typing_context: Any, counter: Any, count: Any) -> Any:
     """Add to the counter at an address, visibly for all threads; returns what it was before."""
 
@@ -31,7 +29,7 @@ def take(typing_context: Any, counter: Any, count: Any) -> Any:
     return types.int64(types.int64, types.int64), emit
 
 
-@intrinsic
+@instruction
 def look(typing_context: Any, counter: Any) -> Any:
     """Read the counter at an address, as other threads left it."""
 
@@ -41,29 +39,25 @@ def look(typing_context: Any, counter: Any) -> Any:
     return types.int64(types.int64), emit
 
 
-@intrinsic
+@instruction
 def relax(typing_context: Any) -> Any:
     """Let the other half of a core run for a moment."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
         if IS_X86:
-            signature = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.sse2.pause"), [])
+            builder.call(external(builder, "llvm.x86.sse2.pause", ir.VoidType()), [])
         return context.get_dummy_value()
 
     return types.void(), emit
 
 
-@intrinsic
+@instruction
 def let_others_run(typing_context: Any) -> Any:
     """Give the core to another thread of the machine, if one waits for it."""
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
         if CAN_YIELD:
-            function = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(ir.IntType(32), []), "sched_yield"
-            )
-            builder.call(function, [])
+            builder.call(external(builder, "sched_yield", INT), [])
         return context.get_dummy_value()
 
     return types.void(), emit

@@ -1,7 +1,7 @@
 """Vector instructions for compiled host code: matrix tiles, softmax and SiLU, written in LLVM's language.
 
-A vector holds 16 float32 values: one register with AVX-512, two with AVX2, four with NEON. All functions take addresses.
-They add in the same order for every number of rows, so the result of a row does not depend on the rows beside it.
+A vector holds 16 float32 values: one register with AVX-512, two with AVX2, four with NEON. All functions take
+addresses. They add in the same order for every number of rows, so the result of a row does not depend on others.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import llvmlite.binding
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
+
+from lookfar.kernels.cpu.llvm import BYTE, FLOAT, INT, LONG, external, instruction
 
 LANES = 16
 # The rows of a tile: their sums and one vector of weights fit into the registers.
@@ -21,7 +21,6 @@ WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 TILE_ROWS = (1, 2, 4, 8, 12, 16) if WIDE else (1, 2, 4, 6)
 AHEAD = 64  # vectors of weights that are fetched ahead, 4 KB
 
-FLOAT, BYTE, INT, LONG = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 VECTOR, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 ADDRESS = types.int64
 
@@ -32,8 +31,7 @@ def vector(value: float) -> ir.Constant:
 
 def _call(builder: ir.IRBuilder, name: str, *arguments: Any) -> Any:
     """Call an LLVM intrinsic that takes and returns vectors."""
-    signature = ir.FunctionType(VECTOR, [VECTOR] * len(arguments))
-    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.{name}.v{LANES}f32")
+    function = external(builder, f"llvm.{name}.v{LANES}f32", VECTOR, *[VECTOR] * len(arguments))
     return builder.call(function, arguments)
 
 
@@ -56,9 +54,7 @@ def _store(builder: ir.IRBuilder, value: Any, address: Any, index: Any) -> None:
     builder.store(value, builder.bitcast(_pointer(builder, address, index), VECTOR.as_pointer()), align=4)
 
 
-def _loop(
-    builder: ir.IRBuilder, count: Any, start: Seq[Any], body: Callable[[Any, Seq[Any]], Seq[Any]]
-) -> Seq[Any]:
+def _loop(builder: ir.IRBuilder, count: Any, start: Seq[Any], body: Callable[[Any, Seq[Any]], Seq[Any]]) -> Seq[Any]:
     """Emit a loop of at least one round that carries vectors from round to round; returns the last ones."""
     before = builder.block
     inside = builder.append_basic_block("loop")
@@ -81,8 +77,7 @@ def _loop(
 
 def _prefetch(builder: ir.IRBuilder, address: Any, index: Any) -> None:
     pointer = BYTE.as_pointer()
-    signature = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
-    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    function = external(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, INT, INT, INT)
     place = builder.bitcast(_pointer(builder, address, index), pointer)
     builder.call(function, [place, INT(0), INT(3), INT(1)])  # for reading, to the first-level cache
 
@@ -113,7 +108,7 @@ def _tile(strided: bool = False, add: bool = False) -> Any:
     ) -> Any:
         return types.void(*[types.int64] * 8), emit
 
-    return intrinsic(typing)
+    return instruction(typing)
 
 
 def _emit_tile(builder: ir.IRBuilder, rows: int, arguments: Seq[Any], strided: bool, add: bool) -> None:
@@ -160,7 +155,7 @@ def _exp(builder: ir.IRBuilder, x: Any) -> Any:
     return builder.fmul(p, builder.bitcast(bits, VECTOR))
 
 
-@intrinsic
+@instruction
 def softmax(typing_context: Any, scores: Any, count: Any, sums: Any) -> Any:
     """scores[i, lane] = exp(scores[i, lane] − their maximum over i), and sums[lane] = Σ of them over i.
 
@@ -190,7 +185,7 @@ def softmax(typing_context: Any, scores: Any, count: Any, sums: Any) -> Any:
     return types.void(*[ADDRESS] * 3), emit
 
 
-@intrinsic
+@instruction
 def gated_silu(typing_context: Any, gate: Any, up: Any, count: Any) -> Any:
     """gate[i] = gate[i] / (1 + exp(−gate[i])) · up[i] for `count` vectors."""
 
@@ -210,7 +205,7 @@ def gated_silu(typing_context: Any, gate: Any, up: Any, count: Any) -> Any:
     return types.void(*[ADDRESS] * 3), emit
 
 
-@intrinsic
+@instruction
 def sum_of_squares(typing_context: Any, values: Any, count: Any) -> Any:
     """Σ values[i]² over `count` vectors."""
 
