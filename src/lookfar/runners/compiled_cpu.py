@@ -168,7 +168,7 @@ class CompiledSteps:
             like = torch.zeros(1, self.packed.kv_heads, 1, self.packed.head_dim)
             layer.lazy_initialization(like, like)
         _, heads, _, dim = layer.keys.shape
-        assert (heads, dim) == (self.packed.kv_heads, self.packed.head_dim) and layer.keys.dtype == torch.float32
+        assert (heads, dim, layer.keys.dtype) == (self.packed.kv_heads, self.packed.head_dim, torch.float32)
         return layer
 
     def _make_room(self, rows: int, keys: int, threads: int) -> None:
