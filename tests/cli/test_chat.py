@@ -120,15 +120,15 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
 ) -> None:
     steps: list[int] = []
     lm.warmup(requests=1)
-    forward = lm.engine.runner.model.forward
+    launch = lm.engine.runner.launch
 
-    def interrupted(*arguments: Any) -> torch.Tensor:
+    def interrupted(*arguments: Any) -> Any:
         steps.append(1)
         if len(steps) == 4:
             os.kill(os.getpid(), signal.SIGINT)  # during a step
-        return forward(*arguments)
+        return launch(*arguments)
 
-    monkeypatch.setattr(lm.engine.runner.model, "forward", interrupted)
+    monkeypatch.setattr(lm.engine.runner, "launch", interrupted)
     file = tmp_path / "chat.json"
     before = signal.getsignal(signal.SIGINT)
     assert typed("Hello", "Go on", f"/save {file}", options=("--strategy", "none")) == 0
@@ -182,18 +182,18 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step_and_keeps_the_conversation(
     typed: Any, lm: LM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lm.warmup(requests=1)
-    forward, steps, released = lm.engine.runner.model.forward, [], Event()
+    launch, steps, released = lm.engine.runner.launch, [], Event()
 
-    def stuck(*arguments: Any) -> torch.Tensor:
+    def stuck(*arguments: Any) -> Any:
         steps.append(1)
         if len(steps) == 25:  # in the second answer, a step that takes long
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.2)
             released.wait(20)
-        return forward(*arguments)
+        return launch(*arguments)
 
-    monkeypatch.setattr(lm.engine.runner.model, "forward", stuck)
+    monkeypatch.setattr(lm.engine.runner, "launch", stuck)
     monkeypatch.setattr("lookfar.cli.conversation.Conversation.save", saving(released, Conversation.save))
     file = tmp_path / "chat.json"
     before = signal.getsignal(signal.SIGINT)

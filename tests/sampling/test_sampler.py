@@ -169,13 +169,13 @@ def test_processors_for_several_prompts_must_be_for_each_alone(lm: LM) -> None:
 def test_penalties_on_what_was_emitted(lm: LM) -> None:
     """By the definition: presence once, frequency for each time, the prompt not counted."""
     prompt = random_prompts(9)[0]
-    tokens = lm.generate(prompt, max_new_tokens=20, presence_penalty=0.1, frequency_penalty=0.05).token_ids
+    tokens = lm.generate(prompt, max_new_tokens=20, presence_penalty=1.0, frequency_penalty=0.5).token_ids
     text = list(prompt)
     for token in tokens:
         with torch.no_grad():
             logits = lm.model(torch.tensor([text], device=DEVICE)).logits[0, -1].float()
         for seen in set(text[9:]):
-            logits[seen] -= 0.1 + 0.05 * text[9:].count(seen)
+            logits[seen] -= 1.0 + 0.5 * text[9:].count(seen)
         assert token == int(logits.argmax())
         text.append(token)
     assert tokens != lm.generate(prompt, max_new_tokens=20).token_ids

@@ -211,7 +211,7 @@ def test_a_strategy_with_its_own_rows_is_verified_beside_an_automatic_one() -> N
 
 def test_a_suffix_request_beside_an_automatic_one_gets_suffix_drafts_only() -> None:
     """In one batch a strategy was once fed recycled predictions because its neighbour recycled."""
-    engine = eager_engine(model_of("llama"), costs=fixed(flat()))
+    engine = eager_engine(tiny_model("llama", head_dim=8), costs=fixed(flat()))
     suffix = Request(PROMPTS[4], NEW, strategies=parse_strategy("suffix"))
     run_requests(engine, [automatic(PROMPTS[0])])  # fills the recycle table
     sources: dict[int, set[str]] = {0: set(), 1: set()}

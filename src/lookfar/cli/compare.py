@@ -1,4 +1,4 @@
-"""`lookfar compare`: one prompt, decoded without speculation and with a strategy, side by side."""
+"""`lookfar compare`: one prompt, decoded by transformers, without speculation and with a strategy, side by side."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lookfar.streams import Completion
 
 Repeats = Annotated[int, typer.Option(min=1, help="Decode this often with each; times are medians.")]
+Generate = Annotated[bool, typer.Option(help="Also decode with transformers' own generate.")]
 
 
 def compare(
@@ -42,12 +43,13 @@ def compare(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = 0,
     repeats: Repeats = 1,
+    generate: Generate = True,
     raw: options.Raw = False,
     device: options.Device = None,
     dtype: options.Dtype = None,
     as_json: options.Json = False,
 ) -> None:
-    """Decode PROMPT without speculation and with a strategy; report the speed-up and whether the texts agree."""
+    """Decode PROMPT with transformers, without speculation and with a strategy: how fast, and is it the same text?"""
     options.prepare()
     from lookfar.drafters.registry import name_of
 
@@ -60,6 +62,8 @@ def compare(
     asked = {"max_new_tokens": max_new_tokens, "budget": rows, **sampling}
     runs = _decode(lm, ids, strategies, asked, repeats, store)
     record = _record(lm, ids, runs, strategies)
+    if generate and not lm.engine.runner.model.support.encoder_decoder:
+        record["generate"] = _generate(lm, ids, asked, repeats)
     if as_json:
         print(json.dumps(record, ensure_ascii=False))
     else:
@@ -90,6 +94,22 @@ def _decode(
                 done = lm.generate(ids, strategy=method, on_step=lambda output: advance(len(output.tokens)), **asked)
             runs[side].append(done)
     return runs
+
+
+def _generate(lm: LM, ids: list[int], asked: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """Decode a prompt with transformers' own `generate`."""
+    from lookfar.bench.methods import Method
+    from lookfar.sampling.params import SAMPLING_ARGUMENTS
+
+    sampling = {name: value for name, value in asked.items() if name not in ("max_new_tokens", "budget", "seed")}
+    sampling["do_sample"] = any(name in sampling for name in SAMPLING_ARGUMENTS)
+    method, new, seed = Method("hf generate"), asked["max_new_tokens"], asked["seed"]
+    with progress_bar("Decoding with model.generate"):
+        method.run(lm, [ids], min(4, new), seed, sampling)
+        runs = [method.run(lm, [ids], new, seed, sampling) for _ in range(repeats)]
+    seconds, tokens = median(run.seconds for run in runs), runs[0].outputs[0]
+    stats = {"tokens": len(tokens), "seconds": seconds, "tokens_per_second": len(tokens) / seconds}
+    return {"token_ids": tokens, "stats": stats}
 
 
 def _record(
@@ -131,7 +151,11 @@ def _show(lm: LM, record: dict[str, Any], base: Completion, fast: Completion, na
     for title, done in (("no speculation", base), (name, fast)):
         text = coloured(lm.tokenizer, done.token_ids, done.stats.step_sizes)
         out.print(Panel(text, title=f"{title}: one colour per step", title_align="left"))
-    table = Table("", "none", name, box=None, header_style="bold")
+    sides = ["none", "strategy"]
+    columns = ["no speculation", name]
+    if "generate" in record:
+        sides, columns = ["generate", *sides], ["model.generate", *columns]
+    table = Table("", *columns, box=None, header_style="bold")
     for label, key, form in (
         ("tokens", "tokens", "d"),
         ("steps", "steps", "d"),
@@ -140,12 +164,15 @@ def _show(lm: LM, record: dict[str, Any], base: Completion, fast: Completion, na
         ("seconds", "seconds", ".2f"),
         ("tokens per second", "tokens_per_second", ".1f"),
     ):
-        table.add_row(label, *(format(record[side]["stats"][key], form) for side in ("none", "strategy")))
+        known = [record[side]["stats"].get(key) for side in sides]
+        table.add_row(label, *("" if value is None else format(value, form) for value in known))
     out.print(table)
     if record["identical"]:
-        out.print(
-            f"[bold green]Identical[/]: the same {len(base.token_ids)} tokens, {record['speed_up']:.2f}× the speed."
-        )
+        speeds = f"{record['speed_up']:.2f}× the speed without speculation"
+        if "generate" in record:
+            ratio = record["strategy"]["stats"]["tokens_per_second"] / record["generate"]["stats"]["tokens_per_second"]
+            speeds = f"{ratio:.2f}× the speed of model.generate and {speeds}"
+        out.print(f"[bold green]Identical[/]: the same {len(base.token_ids)} tokens, {speeds}.")
     else:
         where = record["first_difference"]
         out.print(f"[bold red]Different[/] from token {where['token']} on, {record['speed_up']:.2f}× the speed.")

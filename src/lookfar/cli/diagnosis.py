@@ -120,13 +120,16 @@ def accelerated() -> Facts:
     """Return what makes steps fast, and why it does not."""
     import torch
 
+    from lookfar.models.compiled_families import FAMILIES, why_no_compiler
+
     gpu = torch.cuda.is_available()
     no_gpu = "no: there is no GPU that torch can use"
     packing: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     no_triton = "" if find_spec("triton") else 'no: triton is missing (pip install "lookfar[gpu]")'
     graphs = "yes, where the model allows it" if gpu and not no_triton else no_triton if gpu else no_gpu
     return {
-        "packed weights": "yes, on a CPU in float32 where memory allows it" if packing else "no: torch lacks oneDNN",
+        "compiled CPU steps": f"no: {why}" if (why := why_no_compiler()) else f"in float32: {', '.join(FAMILIES)}",
+        "packed weights": "other models on a CPU in float32" if packing else "no: torch lacks oneDNN",
         "CUDA graphs": graphs,
         "torch.compile": ("on request (--compile)" if graphs.startswith("yes") else graphs),
         "exact": "always in float32" + ("; in half precision where the model allows it" if gpu else ""),

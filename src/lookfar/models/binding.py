@@ -20,12 +20,12 @@ from lookfar.errors import ConfigError
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.alibi import positions_as_bias
 from lookfar.models.attention_name import attention_replaced, own_attention
-from lookfar.models.compiled_families import why_not_compiled
+from lookfar.models.compiled_families import replaced_methods, why_not_compiled
 from lookfar.models.decoder_positions import positions_in_decoder
 from lookfar.models.masks import StepMasks, additive
 from lookfar.models.mtp_heads import MtpHeads, load_heads, why_no_heads
 from lookfar.models.packed_decoder import PackedDecoder
-from lookfar.models.packed_linear import PackedLinears, pack_by_default
+from lookfar.models.packed_linear import PackedLinears, has_room
 from lookfar.models.source import SourceBatch, measured_source
 from lookfar.models.support import STATE_TYPES, Support, examine
 from lookfar.models.time_steps import decoding, free_time_steps
@@ -49,9 +49,9 @@ class BoundModel:
     def __init__(self, model: PreTrainedModel, support: Support | None = None, pack: bool | None = None) -> None:
         self.model = model
         self.support = support or examine(model.config, type(model))
-        self._may_pack = pack_by_default(model) if pack is None else pack
         self._why_not_compiled = ""  # if its compiled step was tried and gave other logits
-        self._packed = self._new_packed()
+        packed = self._new_packed()
+        self._packed = packed if (has_room(packed.nbytes) if pack is None else pack) else None
         self._parameters = set(inspect.signature(model.forward).parameters)
         self.cache_argument = "past_key_values" if "past_key_values" in self._parameters else "cache_params"
         if self.support.recurrent:
@@ -62,11 +62,10 @@ class BoundModel:
         self.first_pass_refused = ""  # why transformers has to decode prompts with images or a source
         self._shape = self._present_shape()
         self.fingerprint = ModelFingerprint.of(model)
+        self._patched = replaced_methods(model)
         self._heads: MtpHeads | ConfigError | None = None  # None: not loaded yet
 
-    def _new_packed(self) -> PackedLinears | PackedDecoder | None:
-        if not self._may_pack:
-            return None
+    def _new_packed(self) -> PackedLinears | PackedDecoder:
         if self._why_not_compiled or why_not_compiled(self.model):
             return PackedLinears(self.model)
         return PackedDecoder(self.model, self.support.kinds)
@@ -87,7 +86,7 @@ class BoundModel:
     def refuse_compiled(self, reason: str) -> None:
         """Leave its layers to torch."""
         self._why_not_compiled = reason
-        self._packed = self._new_packed()
+        self._packed = None if self._packed is None else self._new_packed()
 
     def refresh(self, everything: bool = False) -> ModelChange:
         """Follow changes of the model. Not while a step runs.
@@ -96,14 +95,16 @@ class BoundModel:
         """
         self.attention = _mask_attention(self.model)
         fingerprint, self.fingerprint = self.fingerprint, ModelFingerprint.of(self.model)
-        if fingerprint.structure != self.fingerprint.structure:
+        patched, self._patched = self._patched, replaced_methods(self.model)
+        rebuilt = fingerprint.structure != self.fingerprint.structure or patched != self._patched
+        if rebuilt:
             self._follow_structure()
         dropped = self._packed is not None and self._packed.refresh(everything)
         before, self._shape = self._shape, self._present_shape()
         if before != self._shape:
             self._heads = None
             return ModelChange.SHAPE
-        if everything or dropped or fingerprint != self.fingerprint:
+        if everything or dropped or rebuilt or fingerprint != self.fingerprint:
             if isinstance(self._heads, MtpHeads):
                 self._heads.follow(self.model)
             return ModelChange.WEIGHTS

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numba
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,6 +15,7 @@ from transformers.activations import ACT2FN
 from lookfar.kernels.cpu import layout
 from lookfar.kernels.cpu.vectors import LANES
 
+numba_config: Any = numba.config
 # Families whose code the compiled step repeats, by the names of their classes.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
@@ -37,8 +39,15 @@ VECTORS = {  # of a layer, which are read where they are
 }
 
 
+def why_no_compiler() -> str:
+    """Return why no steps are compiled in this process; empty if they are."""
+    return "NUMBA_DISABLE_JIT is set" if numba_config.DISABLE_JIT else ""
+
+
 def why_not_compiled(model: PreTrainedModel) -> str:
     """Return why the layers of a model are left to torch; empty if they can be run as compiled code."""
+    if why_no_compiler():
+        return why_no_compiler()
     if not _family(model):
         return "its family has no compiled step"
     if any(type(module) not in allowed for module, allowed in _parts(model)) or not all(
@@ -57,6 +66,13 @@ def _family(model: PreTrainedModel) -> tuple[type, ...]:
         if (type(model).__module__, type(model).__name__) == (code, f"{name}ForCausalLM"):
             return tuple(getattr(sys.modules[code], name + part) for part in PARTS)
     return ()
+
+
+def replaced_methods(model: PreTrainedModel) -> list[object]:
+    """Return the forward methods of modules that were replaced, in models whose steps could be compiled."""
+    if not _family(model):
+        return []
+    return [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -102,7 +118,8 @@ def _why_not_these_sizes(model: Any) -> str:
         return "its output, MLP or head layers have biases"
     shapes = {(name, *linear.weight.shape) for name, linear in named}
     epsilons = {getattr(module, "variance_epsilon", None) for module in model.modules()} - {None}
-    if len(shapes) > len(PLACES) + 1 or len(epsilons) > 1:
+    scales = {(block.self_attn.scaling, block.self_attn.head_dim) for block in blocks}
+    if len(shapes) > len(PLACES) + 1 or len(epsilons) > 1 or len(scales) > 1:
         return "its layers differ"
     sizes = [blocks[0].self_attn.head_dim, *(size for name, *shape in shapes if name in PLACES for size in shape)]
     if any(size % LANES for size in sizes):

@@ -107,10 +107,9 @@ def forwards_replaced(layers: Seq[nn.Module], forwards: Seq[Callable[..., Any]])
             layer.__dict__.pop("forward", None)  # another LM of the same model may have removed it
 
 
-def pack_by_default(model: PreTrainedModel) -> bool:
-    """Whether packing pays here: on a CPU in float32, with memory to spare."""
-    layers = PackedLinears(model)
-    return bool(layers.layers) and layers.nbytes * SPARE < psutil.virtual_memory().available
+def has_room(nbytes: int) -> bool:
+    """Whether there is memory to spare for a copy of the weights."""
+    return nbytes > 0 and nbytes * SPARE < psutil.virtual_memory().available
 
 
 def _can_pack(layer: nn.Module) -> bool:

@@ -37,7 +37,7 @@ class ModelFingerprint(NamedTuple):
             own = vars(module)
             modules.extend(child for child in own["_modules"].values() if child is not None)
             hooks = len(own["_forward_hooks"]), len(own["_forward_pre_hooks"])
-            structure.append((type(module), hooks, "forward" in own, own["training"]))
+            structure.append((type(module), hooks, own["training"]))
             for weight in own["_parameters"].values():
                 if weight is not None:
                     structure.append(weight.data_ptr())

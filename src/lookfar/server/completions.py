@@ -104,6 +104,14 @@ def _logprobs(lm: LM, found: list[TokenLogprob], offset: int) -> dict[str, Any]:
     return {
         "tokens": texts,
         "token_logprobs": [shown_logprob(one.logprob) for one in found],
-        "top_logprobs": [{token_text(lm, t): shown_logprob(v) for t, v in one.top} for one in found],
+        "top_logprobs": [_by_text(lm, one) for one in found],
         "text_offset": offsets,
     }
+
+
+def _by_text(lm: LM, found: TokenLogprob) -> dict[str, Any]:
+    """Return the most likely tokens by text; of those with the same text, such as parts of a character, the first."""
+    by_text: dict[str, Any] = {}
+    for token, value in found.top:
+        by_text.setdefault(token_text(lm, token), shown_logprob(value))
+    return by_text
