@@ -2,10 +2,11 @@
 
     python benchmarks/cpu_rows.py [layers] [steps] [batches]
 
-Steps with packed weights and without; steps of batches as padded blocks and with the rows of all requests side by side.
+Steps of torch with packed weights and without, and compiled steps; steps of batches, by torch and compiled.
 
-Weights of 160 MB in layers of one shape, so that they come from memory as in a model. Milliseconds, medians, all
-variants in turn. Prints tables and one JSON line. Bounded by memory bandwidth for few rows, by arithmetic for many.
+Weights of 160 MB in layers of one shape, so that they come from memory as in a model. Milliseconds, medians. Prints
+tables and one JSON line. Bounded by memory bandwidth for few rows, by arithmetic for many. Variants are not measured in
+turn: for a while after a product, torch's threads keep the cores busy.
 """
 
 from __future__ import annotations
@@ -19,24 +20,40 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import lookfar
 from lookfar.core.arrays import Floats
+from lookfar.core.jit import jit
 from lookfar.core.plan import StepPlan
 from lookfar.engine.costs import MEASURED_LENGTH, measure_steps, own_cache, tree_plan
+from lookfar.kernels.cpu.blocks import multiply
+from lookfar.kernels.cpu.layout import padded
+from lookfar.kernels.cpu.team import run_together
 from lookfar.models.binding import BoundModel
+from lookfar.models.packed_decoder import aligned, write_panels
 from lookfar.models.self_check import taken_slots
 from lookfar.retrieval.recycle_table import TOP_K
-from lookfar.runners.eager import EagerRunner
-from lookfar.runners.flat import FlatRunner
+from lookfar.runners.compiled_cpu import CompiledRunner
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 BATCHES, BATCH_ROWS = (1, 4, 8), (1, 2, 4, 8, 16, 32, 64, 128)
 SHAPES = {"1536×576": (1536, 576, 45), "49152×576": (49152, 576, 1)}
+WAYS = ("torch", "torch, packed", "compiled")
 reorder, linear = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
+
+
+def _multiply_all(blocks, rows, length, weights, y, columns, counters, threads):  # type: ignore[no-untyped-def]
+    """Multiply rows with several packed weights of one shape, one after the other."""
+    for index in range(len(counters)):
+        place = weights + index * length * columns * 4
+        multiply(blocks, rows, length, place, y, columns, False, counters.ctypes.data + 8 * index, threads)
+
+
+multiply_all = jit(_multiply_all, nogil=True)
 
 
 def layers(outputs: int, inputs: int, count: int, rows: int) -> dict[str, float]:
@@ -44,24 +61,46 @@ def layers(outputs: int, inputs: int, count: int, rows: int) -> dict[str, float]
     weights = [torch.randn(outputs, inputs) for _ in range(count)]
     packed = {hint: [reorder(w, hint) for w in weights] for hint in (1, 8)}
     x = torch.randn(1, rows, inputs)
+    panels = aligned(outputs * inputs * count).reshape(count, -1)
+    for weight, to in zip(weights, panels, strict=True):
+        write_panels(weight, to)
+    blocks, y = np.zeros(padded(rows) * inputs, np.float32), np.zeros((padded(rows), outputs), np.float32)
+
+    def tiles() -> None:
+        threads, counters = torch.get_num_threads(), np.zeros(count, np.int64)
+
+        def part(rank: int) -> None:
+            multiply_all(
+                blocks.ctypes.data, rows, inputs, panels.ctypes.data, y.ctypes.data, outputs, counters, threads
+            )
+
+        run_together(part, threads)
+
     variants: dict[str, Callable[[], object]] = {
         "F.linear": lambda: [torch.nn.functional.linear(x, w) for w in weights],
         "W @ x.T": lambda: [(w @ x[0].T).T.contiguous() for w in weights],
         "packed for 1 row": lambda: [linear(x, w, None, "none", [], "") for w in packed[1]],
         "packed for 8 rows": lambda: [linear(x, w, None, "none", [], "") for w in packed[8]],
+        "compiled": tiles,
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(7):
-        for name, run in variants.items():
+    for name, run in variants.items():
+        for turn in range(8):
             start = perf_counter()
             run()
-            times[name].append(1e3 * (perf_counter() - start))
+            times[name].extend([1e3 * (perf_counter() - start)] * (turn > 0))
     return {name: median(found) for name, found in times.items()}
 
 
-def step_costs(lm: lookfar.LM, pack: bool) -> Floats:
+def runners(lm: lookfar.LM) -> dict[str, CompiledRunner]:
+    """Return the ways to run steps."""
+    found = {name: CompiledRunner(BoundModel(lm.model, pack=name != "torch")) for name in WAYS}
+    found["torch, packed"].model.refuse_compiled("to measure torch")
+    return found
+
+
+def step_costs(runner: CompiledRunner) -> Floats:
     """Return the seconds of a step by its rows."""
-    runner = EagerRunner(BoundModel(lm.model, pack=pack))
     return measure_steps(runner, own_cache(runner, MEASURED_LENGTH)).table(64)
 
 
@@ -76,19 +115,18 @@ def batch_plan(batch: int, rows: int, vocab_size: int, even: bool) -> StepPlan:
     return StepPlan(requests, TOP_K)
 
 
-def batch_costs(lm: lookfar.LM, batch: int, rows: int) -> dict[str, float]:
-    """Return the milliseconds of padded and flat steps of a batch, its rows shared in two ways."""
-    bound = lm.engine.runner.model
-    caches = {runner: taken_slots(batch, MEASURED_LENGTH) for runner in (EagerRunner(bound), FlatRunner(bound))}
+def batch_costs(ways: dict[str, CompiledRunner], batch: int, rows: int) -> dict[str, float]:
+    """Return the milliseconds of steps of a batch, its rows shared in two ways."""
     times: dict[str, list[float]] = {}
-    for turn in range(9):
-        for even in (True, False):
-            plan = batch_plan(batch, rows, bound.vocab_size, even)
-            for runner, cache in caches.items():
+    for name, runner in ways.items():
+        cache = taken_slots(batch, MEASURED_LENGTH)
+        for turn in range(9):
+            for even in (True, False):
+                plan = batch_plan(batch, rows, runner.model.vocab_size, even)
                 start = perf_counter()
                 runner.launch(plan, cache).result()
-                name = f"{'padded' if runner.name == 'eager' else 'flat'}, {'even' if even else 'uneven'}"
-                times.setdefault(name, []).extend([1e3 * (perf_counter() - start)] * (turn > 0))
+                key = f"{name}, {'even' if even else 'uneven'}"
+                times.setdefault(key, []).extend([1e3 * (perf_counter() - start)] * (turn > 0))
     return {name: median(found) for name, found in times.items()}
 
 
@@ -105,8 +143,8 @@ def show_layers(out: Console) -> dict[str, Any]:
 
 def show_steps(out: Console) -> dict[str, Any]:
     lm = lookfar.load("demo", device="cpu", dtype="float32")
-    steps = {pack: step_costs(lm, pack) for pack in (False, True)}
-    table = Table("rows", "not packed", "packed", title="a step of SmolLM2-135M after 256 tokens, milliseconds")
+    steps = {name: step_costs(runner) for name, runner in runners(lm).items()}
+    table = Table("rows", *steps, title="a step of SmolLM2-135M after 256 tokens, milliseconds")
     for rows in ROWS:
         table.add_row(str(rows), *(f"{1e3 * curve[rows]:.1f}" for curve in steps.values()))
     out.print(table)
@@ -114,10 +152,11 @@ def show_steps(out: Console) -> dict[str, Any]:
 
 
 def show_batches(out: Console) -> dict[str, Any]:
-    lm = lookfar.load("demo", device="cpu", dtype="float32")
+    ways = runners(lookfar.load("demo", device="cpu", dtype="float32"))
+    del ways["torch"]
     report: dict[str, Any] = {}
     for batch in BATCHES:
-        found = {rows: batch_costs(lm, batch, rows) for rows in BATCH_ROWS if rows >= batch}
+        found = {rows: batch_costs(ways, batch, rows) for rows in BATCH_ROWS if rows >= batch}
         table = Table("rows", *found[batch], title=f"a step of {batch} requests, milliseconds")
         for rows, variants in found.items():
             table.add_row(str(rows), *(f"{ms:.1f}" for ms in variants.values()))
@@ -131,9 +170,12 @@ SECTIONS = {"layers": show_layers, "steps": show_steps, "batches": show_batches}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("sections", nargs="*", help=f"{', '.join(SECTIONS)}; all of them unless given")
     out, report = Console(width=110), {"machine": f"{platform.machine()}, {torch.get_num_threads()} threads"}
-    for section in parser.parse_args().sections:
+    sections = parser.parse_args().sections or list(SECTIONS)
+    if unknown := set(sections) - set(SECTIONS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    for section in sections:
         report |= SECTIONS[section](out)
     print(json.dumps(report))
 

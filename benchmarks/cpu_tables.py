@@ -161,7 +161,8 @@ def cpu_speed() -> str:
 def cpu_layers() -> str:
     found = report("cpu_rows")
     shapes = [found[shape] for shape in found if "×" in shape]
-    names = {"packed for 1 row": "packed for one row", "packed for 8 rows": "packed for eight rows (ours)"}
+    names = {"packed for 1 row": "packed for one row", "packed for 8 rows": "packed for eight rows"}
+    names["compiled"] = "compiled steps"
 
     def line(rows: str) -> list[str]:
         return [rows, *(" · ".join(f"{of[rows][name]:.1f}" for of in shapes) for name in shapes[0][rows])]
@@ -172,7 +173,7 @@ def cpu_layers() -> str:
 
 def cpu_steps() -> str:
     steps = report("cpu_rows")["step"]
-    ways = zip(("not packed", "packed"), zip(*steps.values(), strict=True), strict=True)
+    ways = zip(("torch", "torch, packed", "compiled"), zip(*steps.values(), strict=True), strict=True)
     return table(("rows", *steps), ([way, *(f"{ms:.0f}" for ms in found)] for way, found in ways))
 
 
@@ -182,7 +183,7 @@ def cpu_batches() -> str:
 
     def cell(size: str, rows: str, how: str) -> str:
         mine = found[size].get(rows)
-        return f"{mine[f'padded, {how}']:.0f} → {mine[f'flat, {how}']:.0f}" if mine else ""
+        return f"{mine[f'torch, packed, {how}']:.0f} → {mine[f'compiled, {how}']:.0f}" if mine else ""
 
     headings = [word for size in sizes for word in (f"{size.removeprefix('batch ')} requests, even", "uneven")]
     lines = (

@@ -405,7 +405,7 @@ def grid_plot() -> str:
 
 def budget_plot() -> str:
     """Draw the tokens per second of a step by its rows: accepted tokens over the measured time."""
-    milliseconds = {int(rows): packed for rows, (_, packed) in cpu_tables.report("cpu_rows")["step"].items()}
+    milliseconds = {int(rows): compiled for rows, (*_, compiled) in cpu_tables.report("cpu_rows")["step"].items()}
     cells = [cell for cell in cpu_tables.report("tokens_per_step")["cells"] if cell["strategy"] == "auto"]
     tokens = {1: 1.0}
     for rows in sorted({cell["budget"] for cell in cells}):

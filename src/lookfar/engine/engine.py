@@ -6,9 +6,12 @@ A step runs the model once for a batch of requests: schedule, draft, run, verify
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 
+from lookfar.core.torch_threads import one_torch_thread
+from lookfar.engine.batch import StepBatch
 from lookfar.engine.costs import known_costs, save_refined_costs
 from lookfar.engine.counts import EngineCounts
 from lookfar.engine.first_pass import FirstPassStep
@@ -78,6 +81,11 @@ class Engine:
         batch = self.scheduler.schedule(self.runner.limits)
         if not batch.requests:
             return self.scheduler.take_ended()
+        alone = self.runner.limits.own_threads and not any(request.runs_own_code for request in batch.requests)
+        with one_torch_thread() if alone else nullcontext():
+            return self._run(batch)
+
+    def _run(self, batch: StepBatch) -> list[StepOutput]:
         try:
             runner = FirstPassStep(batch.requests, self.runner.model) if batch.is_first_pass else self.runner
         except Exception as error:

@@ -118,6 +118,8 @@ class RequestState:
         self.samples_by_row = self.sampler.is_row_parallel and self.sampler.device.type != "cpu"
         # Verification has to run code of the request for every token: criteria, or processors that see the text.
         self.has_rules = bool(request.criteria) or not (self.sampler.is_argmax or self.samples_by_row)
+        # Code that is not known to be light: it may compute with as many threads as torch has.
+        self.runs_own_code = bool(request.criteria) or not (self.sampler.is_argmax or self.sampler.is_row_parallel)
         self._has_sampler = self.has_rules or self.sampler.random is not None
         self.stop_ids = request.stop_ids
         self.max_length = request.max_length

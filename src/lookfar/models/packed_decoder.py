@@ -87,7 +87,7 @@ class PackedDecoder:
     def pack(self, layer: nn.Linear) -> None:
         """Pack the weight of a layer."""
         if not len(self._memory):
-            self._memory = _aligned(sum(self._sizes))
+            self._memory = aligned(sum(self._sizes))
             starts = self._starts[:-1].reshape(-1, len(PLACES))
             for part, column in enumerate(PLACES.values()):
                 if column is not None:
@@ -97,7 +97,7 @@ class PackedDecoder:
         self._states[index] = WeightState.of(weight)
         if states := [state for state in self._states if state is not None]:
             self._packed_from = [state.address for state in states], [state.version for state in states]
-        _write_panels(weight.detach(), self._memory[place : place + self._sizes[index]])
+        write_panels(weight.detach(), self._memory[place : place + self._sizes[index]])
 
     @property
     def _starts(self) -> Ints:
@@ -139,7 +139,7 @@ def _packed_size(weight: torch.Tensor) -> int:
     return -(-weight.shape[0] // LANES) * LANES * weight.shape[1]
 
 
-def _write_panels(weight: torch.Tensor, to: Floats) -> None:
+def write_panels(weight: torch.Tensor, to: Floats) -> None:
     """Write a matrix as panels of 16 of its rows, [panel][column][16]; the last panel is filled up with zeros."""
     rows, columns = weight.shape
     panels, whole = torch.from_numpy(to).view(-1, columns, LANES), rows // LANES
@@ -149,7 +149,7 @@ def _write_panels(weight: torch.Tensor, to: Floats) -> None:
         panels[whole, :, : rows - whole * LANES] = weight[whole * LANES :].t()
 
 
-def _aligned(count: int) -> Floats:
+def aligned(count: int) -> Floats:
     """Return uninitialised floats that begin at a multiple of 64 bytes. NumPy asks for huge pages, torch does not."""
     memory = np.empty(count + LANES, np.float32)
     first = -memory.ctypes.data // 4 % LANES

@@ -11,6 +11,7 @@ import torch
 
 from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.plan import RunnerLimits, StepPlan
+from lookfar.core.torch_threads import all_torch_threads, num_threads
 from lookfar.kernels.cpu import layout
 from lookfar.kernels.cpu.decoder import run_step
 from lookfar.kernels.cpu.team import run_together
@@ -23,7 +24,6 @@ from lookfar.models.self_check import agree, taken_slots
 from lookfar.runners.base import PendingStep
 from lookfar.runners.flat import (
     CAPACITY,
-    FLAT,
     FlatRunner,
     FlatStep,
     check_plan,
@@ -32,6 +32,8 @@ from lookfar.runners.flat import (
     flat_positions,
     flat_tokens,
 )
+
+OWN_THREADS = RunnerLimits(padded=False, own_threads=True)
 
 
 class CompiledRunner(FlatRunner):
@@ -50,19 +52,23 @@ class CompiledRunner(FlatRunner):
 
     @property
     def limits(self) -> RunnerLimits:
-        return super().limits if self.model.decoder is None else FLAT
+        return super().limits if self.model.decoder is None else OWN_THREADS
 
     def launch(self, plan: StepPlan, cache: SlotKVCache) -> PendingStep:
         packed = self.model.decoder
         if packed is None or plan.hidden:
-            return super().launch(plan, cache)
+            return self._launch_torch(plan, cache)
         is_warm = self._steps is not None and self._steps.packed is packed
         if self._steps is None or not is_warm:
             self._steps = CompiledSteps(self.model, packed)
             if not self._agrees(self._steps):
                 self.model.refuse_compiled("its logits are not those of its own code")
-                return super().launch(plan, cache)
+                return self._launch_torch(plan, cache)
         return self._steps.launch(plan, cache, is_warm)
+
+    def _launch_torch(self, plan: StepPlan, cache: SlotKVCache) -> PendingStep:
+        with all_torch_threads():
+            return super().launch(plan, cache)
 
     def _agrees(self, steps: CompiledSteps) -> bool:
         """Whether a small compiled step gives the logits of the padded one."""
@@ -91,7 +97,7 @@ class CompiledSteps:
         if self.packed.missing:
             self.model.pack()
         cache.apply_moves()
-        threads, logit_rows = torch.get_num_threads(), flat_logit_rows(plan)
+        threads, logit_rows = num_threads(), flat_logit_rows(plan)
         self._make_room(sum(plan.lengths), int((plan.num_cached + plan.num_rows).max()), threads)
         found = Likeliest.room_for(len(logit_rows), plan.top_k, self.packed.vocab_size)
         step, arrays = self._sizes(plan, cache, found), {**self._rows(plan, cache), **self._buffers, **found.arrays}
@@ -100,8 +106,12 @@ class CompiledSteps:
         arrays[layout.COUNTERS] = np.zeros(layout.num_counters(self.packed.num_layers), np.int64)
         for column, array in arrays.items():
             step[column] = array.ctypes.data
-        address, (epsilon, scale) = step.ctypes.data, self.packed.constants
-        run_together(lambda rank: run_step(rank, threads, address, epsilon, scale), threads)
+        epsilon, scale = self.packed.constants
+
+        def run(rank: int, used: Any = (step, arrays)) -> None:  # which a thread may still look at when others are done
+            run_step(rank, threads, step.ctypes.data, epsilon, scale)
+
+        run_together(run, threads)
         return CompiledStep(plan, found, perf_counter() - started, is_warm, self.packed.vocab_size)
 
     def _sizes(self, plan: StepPlan, cache: SlotKVCache, found: Likeliest) -> Ints:
@@ -141,7 +151,7 @@ class CompiledSteps:
             weight = decoder.embed_tokens.weight
             states[:first] = flat_embeds(self.model, tokens, plan) if feeds_embeds(plan) else weight.numpy()[tokens]
             cos, sin = decoder.rotary_emb(weight, flat_positions(self.model, plan)[None])
-        states[first:] = 0.0
+        states[first : layout.padded(first)] = 0.0
         return {
             layout.REQUEST_TABLE: np.array(table, np.int64),
             layout.VISIBLE: np.concatenate([rows.visible.reshape(-1) for rows in plan.requests]),

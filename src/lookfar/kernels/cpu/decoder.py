@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from lookfar.core.addresses import floats_at, ints_at, longs_at
 from lookfar.core.jit import jit
 from lookfar.kernels.cpu.attention import attend, write_kv
@@ -186,4 +184,4 @@ def _run_step(rank, size, address, epsilon, scale):  # type: ignore[no-untyped-d
         write_logits(rank, size, step, epsilon, step[NUM_LAYERS] * PHASES)
 
 
-run_step = partial(jit, nogil=True)(_run_step)
+run_step = jit(_run_step, nogil=True)

@@ -30,7 +30,10 @@ class Team:
                 self._done[rank - 1].release()
 
     def run(self, job: Callable[[int], Any]) -> None:
-        """Run a job on all threads. It releases Python's lock and ends with a barrier, so all of it is done then."""
+        """Run a job on all threads. It releases Python's lock and ends with a barrier, so all of it is done then.
+
+        The job is kept until the next one: a thread may pass the barrier later than the caller.
+        """
         self._start(job)
         job(0)
 
