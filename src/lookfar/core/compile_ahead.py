@@ -58,7 +58,7 @@ def _can_be_kept() -> bool:
 def wait() -> None:
     """Wait until all is compiled, or has failed."""
     while _running:
-        with progress_bar("Compiling the host's code (once, about 15 seconds)"):
+        with progress_bar("Compiling the host's code (once, about half a minute)"):
             _running[-1].wait()
         _running.pop()
 
