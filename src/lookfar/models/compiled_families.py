@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from lookfar.kernels.cpu import layout
-from lookfar.kernels.cpu.vectors import LANES
+from lookfar.kernels.cpu.vectors import HAS_FMA, LANES
 
 numba_config: Any = numba.config
 # Families whose code the compiled step repeats, by the names of their classes.
@@ -41,6 +41,8 @@ VECTORS = {  # of a layer, which are read where they are
 
 def why_no_compiler() -> str:
     """Return why no steps are compiled in this process; empty if they are."""
+    if not HAS_FMA:
+        return "the processor has no fused multiply-add (AVX2 or NEON)"
     return "NUMBA_DISABLE_JIT is set" if numba_config.DISABLE_JIT else ""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -11,11 +10,10 @@ from llvmlite import ir
 from numba import types
 
 from lookfar.core.jit import jit
-from lookfar.kernels.cpu.llvm import INT, LONG, external, instruction
+from lookfar.kernels.cpu.llvm import INT, IS_X86, LONG, external, instruction
 
 SPINS = 20_000  # looks before a waiting thread lets others run: about half a millisecond
 CAN_YIELD = os.name == "posix"
-IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
 @instruction

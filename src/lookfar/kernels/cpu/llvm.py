@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+IS_ARM = platform.machine() in ("aarch64", "arm64", "ARM64")
 FLOAT, BYTE, INT, LONG = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 # A function whose body is not compiled but returns the type of a call and the code that emits it.

@@ -13,11 +13,13 @@ import llvmlite.binding
 from llvmlite import ir
 from numba import types
 
-from lookfar.kernels.cpu.llvm import BYTE, FLOAT, INT, LONG, external, instruction
+from lookfar.kernels.cpu.llvm import BYTE, FLOAT, INT, IS_ARM, LONG, external, instruction
 
 LANES = 16
+FEATURES = llvmlite.binding.get_host_cpu_features()
+HAS_FMA = IS_ARM or bool(FEATURES.get("fma"))  # otherwise every product would be a call of the C library
 # The rows of a tile: their sums and one vector of weights fit into the registers.
-WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+WIDE = bool(FEATURES.get("avx512f"))
 TILE_ROWS = (1, 2, 4, 8, 12, 16) if WIDE else (1, 2, 4, 6)
 AHEAD = 64  # vectors of weights that are fetched ahead, 4 KB
 
