@@ -48,8 +48,8 @@ def why_no_compiler() -> str:
 
 def why_not_compiled(model: PreTrainedModel) -> str:
     """Return why the layers of a model are left to torch; empty if they can be run as compiled code."""
-    if why_no_compiler():
-        return why_no_compiler()
+    if why := why_no_compiler():
+        return why
     if not _family(model):
         return "its family has no compiled step"
     if any(type(module) not in allowed for module, allowed in _parts(model)) or not all(
@@ -107,7 +107,7 @@ def _parts(model: Any) -> Iterator[tuple[nn.Module, tuple[type, ...]]]:
 
 def linears(model: Any) -> list[nn.Linear]:
     """Return the linear layers in the order in which their weights are packed."""
-    return [block.get_submodule(name) for block in model.model.layers for name in PLACES] + [model.lm_head]
+    return [linear for _, linear in _named(model)]
 
 
 def _why_not_these_sizes(model: Any) -> str:

@@ -51,7 +51,7 @@ class PackedDecoder:
             self._packed_from: tuple[list[int], list[int]] = [], []  # the addresses and versions of all weights
             self._table = np.zeros((len(blocks), layout.LAYER_COLUMNS), np.int64)
             types = getattr(self.model.config, "layer_types", None) or self._kinds[:1] * len(blocks)
-            self._table[:, layout.KIND] = [self._kinds.index(name) for name in types]
+            self._table[:, layout.KIND] = [self._kinds.index(name) for name in types[: len(blocks)]]
 
     @property
     def num_layers(self) -> int:

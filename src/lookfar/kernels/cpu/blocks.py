@@ -36,14 +36,19 @@ def multiply_tile(rows, x, w, y, length, x_step, w_step, y_step):  # type: ignor
 
 
 @jit
+def take_panels(panels, counter, size):  # type: ignore[no-untyped-def]
+    """Take the next few panels: return the first and the one behind the last, which is not larger if none are left."""
+    at_once = max(panels // (size * PARTS), 1)
+    first = take(counter, at_once)
+    return first, min(first + at_once, panels)
+
+
+@jit
 def multiply(blocks, rows, length, weights, y, y_step, add, counter, size):  # type: ignore[no-untyped-def]
     """Multiply blocks of rows with a packed weight of `y_step` columns; threads take panels until none are left."""
-    panels = y_step // LANES
-    at_once = max(panels // (size * PARTS), 1)
-    panel = take(counter, at_once)
-    while panel < panels:
-        last = min(panel + at_once, panels)
-        while panel < last:
+    first_panel, last_panel = take_panels(y_step // LANES, counter, size)
+    while first_panel < last_panel:
+        for panel in range(first_panel, last_panel):
             w = weights + panel * length * LANES * 4
             for first in range(0, rows, BLOCK):
                 count, place = block_size(first, rows), y + (first * y_step + panel * LANES) * 4
@@ -51,8 +56,7 @@ def multiply(blocks, rows, length, weights, y, y_step, add, counter, size):  # t
                     tile_add(count, blocks + first * length * 4, w, place, length, count, LANES, y_step)
                 else:
                     multiply_tile(count, blocks + first * length * 4, w, place, length, count, LANES, y_step)
-            panel += 1
-        panel = take(counter, at_once)
+        first_panel, last_panel = take_panels(y_step // LANES, counter, size)
 
 
 @jit

@@ -5,15 +5,15 @@ from __future__ import annotations
 from lookfar.core.addresses import floats_at, ints_at, longs_at
 from lookfar.core.jit import jit
 from lookfar.kernels.cpu.attention import attend, write_kv
-from lookfar.kernels.cpu.barrier import take, wait_for_all
+from lookfar.kernels.cpu.barrier import wait_for_all
 from lookfar.kernels.cpu.blocks import (
-    PARTS,
     block_size,
     clear_padding,
     multiply,
     multiply_tile,
     rms_factor,
     share,
+    take_panels,
     write_block,
 )
 from lookfar.kernels.cpu.layout import (
@@ -84,12 +84,9 @@ def feed_forward(step, layer, scratch, counter, size):  # type: ignore[no-untype
     """Multiply blocks of rows with the gate and up columns; writes blocks of SiLU(gate) · up."""
     length, rows, width = step[HIDDEN], step[ROWS], step[INNER]
     gate, up = scratch, scratch + BLOCK * LANES * 4
-    panels = width // LANES
-    at_once = max(panels // (size * PARTS), 1)
-    panel = take(counter, at_once)
-    while panel < panels:
-        last = min(panel + at_once, panels)
-        while panel < last:
+    first_panel, last_panel = take_panels(width // LANES, counter, size)
+    while first_panel < last_panel:
+        for panel in range(first_panel, last_panel):
             place = panel * length * LANES * 4
             for first in range(0, rows, BLOCK):
                 count, source = block_size(first, rows), step[BLOCKS] + first * length * 4
@@ -101,8 +98,7 @@ def feed_forward(step, layer, scratch, counter, size):  # type: ignore[no-untype
                 for column in range(LANES):
                     for row in range(count):
                         to[column * count + row] = values[row * LANES + column]
-            panel += 1
-        panel = take(counter, at_once)
+        first_panel, last_panel = take_panels(width // LANES, counter, size)
 
 
 @jit
