@@ -39,6 +39,7 @@ def test_a_pick_is_what_multinomial_draws(seed: int) -> None:
 def test_noise_that_was_dropped_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookfar.sampling.noise, "KEPT_BYTES", 3 * 2 * 50 * 4)  # three places of two sequences
     noise = SamplingNoise(2, CPU, torch.Generator().manual_seed(1))
+    noise.at(0, 0, 50)
     first = [noise.at(place, 1, 50).clone() for place in range(10)]
     assert len(noise._kept) == 3
     for place in (0, 9, 4, 4, 1, 8):
@@ -46,6 +47,33 @@ def test_noise_that_was_dropped_is_drawn_again(monkeypatch: pytest.MonkeyPatch) 
     torch.manual_seed(1)
     for place in range(10):
         assert torch.equal(torch.empty(2, 50).exponential_()[1], first[place])
+
+
+def test_requests_at_different_positions_share_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large call a few requests run at a time, each at a position of its own."""
+    batch, slots, length, width = 40, 8, 30, 16
+    monkeypatch.setattr(lookfar.sampling.noise, "KEPT_BYTES", slots * length * width * 4)
+    noise = SamplingNoise(batch, CPU, torch.Generator().manual_seed(1))
+    drawn: list[int] = []
+    draw = noise._draw
+    monkeypatch.setattr(noise, "_draw", lambda position: drawn.append(position) or draw(position))
+    torch.manual_seed(1)
+    expected = [torch.empty(batch, width).exponential_() for _ in range(length)]
+    waiting, running = list(range(batch)), dict[int, int]()
+    steps = 0
+    while waiting or running:
+        if waiting and len(running) < slots and steps % 4 == 0:  # they begin one after another
+            running[waiting.pop(0)] = 0
+        for row, position in list(running.items()):
+            assert torch.equal(noise.at(position, row, width), expected[position][row])
+            running[row] += 1
+            noise.advance(row, position + 1)
+            if position + 1 == length:
+                noise.release(row)
+                del running[row]
+        steps += 1
+    assert len(drawn) < batch * length / 3  # instead of one for each request and step
+    assert sum(kept.noise.nbytes for kept in noise._kept.values()) <= slots * length * width * 4
 
 
 def test_what_all_have_passed_is_forgotten() -> None:

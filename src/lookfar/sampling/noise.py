@@ -26,6 +26,15 @@ LOOK_AHEAD_BYTES = 64 << 20
 MAX_COPIED = 4  # requests whose noise is copied from a GPU
 NEVER = 1 << 62  # the next position of a request that has ended
 
+
+@dataclass(frozen=True, slots=True)
+class KeptNoise:
+    """Noise of one position, of all requests of a call or of some."""
+
+    noise: torch.Tensor  # [requests, vocabulary]
+    places: range | dict[int, int]  # by request, its place in `noise`
+
+
 _borrowed: WeakValueDictionary[int, SamplingNoise] = WeakValueDictionary()  # by the id of the generator
 _borrowing = fork_safe_lock()
 
@@ -44,9 +53,10 @@ class SamplingNoise:
         self.device = self.source.device
         self._drawing = torch.Generator(self.device)
         self._states: list[torch.Tensor] = []  # of the generator before each position
-        self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._kept: OrderedDict[int, KeptNoise] = OrderedDict()  # by position, least recently used first
         self._most = max_kept(self.device)
         self._heads = [0] * batch  # the next position of each request
+        self._begun = [False] * batch  # whether a request has asked for noise, or still waits for its turn
         self._first_head = 0  # the least of them
         self._num_running = batch
         self._used = 0  # positions that tokens were chosen at
@@ -83,13 +93,9 @@ class SamplingNoise:
 
     def at(self, position: int, row: int, width: int) -> torch.Tensor:
         """Return the noise for one position of one request, [vocabulary]."""
-        return self.of_all(position, width)[row]
-
-    def of_all(self, position: int, width: int) -> torch.Tensor:
-        """Return the noise of all requests at one position, [batch, vocabulary]."""
         self.width = width
         self._used = max(self._used, position + 1)
-        return self._draw(position)
+        return self._find(position, row)
 
     def advance(self, row: int, position: int) -> None:
         """Note that a request is at `position` now; noise that no request needs any more is dropped."""
@@ -128,14 +134,20 @@ class SamplingNoise:
             return
         for position in range(max(self._copied[row], self._heads[row]), end):
             to = self._buffer[row, position % (2 * self.look_ahead)]
-            to.copy_(self._draw(position)[row], non_blocking=not wait)
+            to.copy_(self._find(position, row), non_blocking=not wait)
         self._copied[row] = max(self._copied[row], end)
 
-    def _draw(self, position: int) -> torch.Tensor:
-        """Return the noise of all requests at a position, [batch, vocabulary]."""
-        if position in self._kept:
-            self._kept.move_to_end(position)
-            return self._kept[position]
+    def _find(self, position: int, row: int) -> torch.Tensor:
+        """Return the noise of one request at a position, [vocabulary]."""
+        self._begun[row] = True
+        kept = self._kept.get(position)
+        if kept is None or row not in kept.places:
+            kept = self._draw(position)
+        self._kept.move_to_end(position)
+        return kept.noise[kept.places[row]]
+
+    def _draw(self, position: int) -> KeptNoise:
+        """Draw the noise of all requests at a position, after that of positions before it where it is new."""
         self.start()
         while True:
             drawing = min(position, len(self._states) - 1)
@@ -144,11 +156,29 @@ class SamplingNoise:
             noise.exponential_(1, generator=self._drawing)
             if drawing == len(self._states) - 1:
                 self._states.append(self._drawing.get_state())
-            self._kept[drawing] = noise
-            while len(self._kept) > 1 and len(self._kept) * noise.nbytes > self._most:
-                self._kept.popitem(last=False)
+            self._kept[drawing] = drawn = KeptNoise(noise, range(self.batch))
+            self._kept.move_to_end(drawing)
+            self._make_room()
             if drawing == position:
-                return noise
+                return drawn
+
+    def _make_room(self) -> None:
+        """Keep no more noise than allowed.
+
+        Requests that wait for their turn need the noise of all positions, which is too much for a large call, so theirs
+        is dropped first. Running requests are at different positions: one drawing serves all that have it before them.
+        """
+        excess = sum(kept.noise.nbytes for kept in self._kept.values()) - self._most
+        for position, kept in list(self._kept.items()):
+            if excess <= 0:
+                return
+            rows = [row for row in kept.places if self._begun[row] and self._heads[row] <= position]
+            if len(rows) < len(kept.noise):
+                fewer = kept.noise[[kept.places[row] for row in rows]]
+                self._kept[position] = KeptNoise(fewer, {row: place for place, row in enumerate(rows)})
+                excess -= kept.noise.nbytes - fewer.nbytes
+        while excess > 0 and len(self._kept) > 1:
+            excess -= self._kept.popitem(last=False)[1].noise.nbytes
 
 
 def max_kept(device: torch.device) -> int:

@@ -92,10 +92,9 @@ class Sampler:
     def noise_addresses(self, depths: Int32s, width: int) -> tuple[Ints, list[torch.Tensor]]:
         """Return where in memory the noise of `noise_of` lies, and what has to be kept until it is read."""
         assert self.params.random is not None
-        noise, row = self.params.random.noise, self.params.random.row
-        deepest = int(depths.max()) if len(depths) else 0
-        kept = [noise.of_all(self.num_emitted + depth, width) for depth in range(deepest + 1)]
-        by_depth: Ints = np.array([drawn.data_ptr() for drawn in kept]) + row * width * kept[0].element_size()
+        random, deepest = self.params.random, int(depths.max()) if len(depths) else 0
+        kept = [random.at(self.num_emitted + depth, width) for depth in range(deepest + 1)]
+        by_depth: Ints = np.array([noise.data_ptr() for noise in kept])
         return by_depth[np.append(0, depths)], kept
 
     def append(self, tokens: list[int]) -> None:
