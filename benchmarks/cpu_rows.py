@@ -31,10 +31,12 @@ from lookfar.core.jit import jit
 from lookfar.core.plan import StepPlan
 from lookfar.engine.costs import MEASURED_LENGTH, measure_steps, own_cache, tree_plan
 from lookfar.kernels.cpu.blocks import multiply
+from lookfar.kernels.cpu.formats import FORMATS, NAMES, packed_size, write_panels
 from lookfar.kernels.cpu.layout import padded
 from lookfar.kernels.cpu.team import run_together
+from lookfar.kernels.cpu.tiles import BFLOAT16, UINT8
 from lookfar.models.binding import BoundModel
-from lookfar.models.packed_decoder import aligned, write_panels
+from lookfar.models.packed_matrix import aligned
 from lookfar.models.self_check import taken_slots
 from lookfar.retrieval.recycle_table import TOP_K
 from lookfar.runners.compiled_cpu import CompiledRunner
@@ -48,12 +50,20 @@ reorder, linear = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._lin
 
 def _multiply_all(blocks, rows, length, weights, y, columns, counters, threads):  # type: ignore[no-untyped-def]
     """Multiply rows with several packed weights of one shape, one after the other."""
+    first, kind, size = weights
     for index in range(len(counters)):
-        place = weights + index * length * columns * 4
-        multiply(blocks, rows, length, place, y, columns, False, counters.ctypes.data + 8 * index, threads)
+        weight, counter = (first + index * size, kind), counters.ctypes.data + 8 * index
+        multiply(blocks, rows, length, weight, y, columns, 0, counter, threads)
 
 
 multiply_all = jit(_multiply_all, nogil=True)
+
+
+def rounded(weight: torch.Tensor, kind: int) -> torch.Tensor:
+    """Return a matrix whose numbers fit a format."""
+    if kind == UINT8:
+        return (weight * 16).round().clamp(-127, 127) / 32
+    return weight.bfloat16().float() if kind == BFLOAT16 else weight
 
 
 def layers(outputs: int, inputs: int, count: int, rows: int) -> dict[str, float]:
@@ -61,27 +71,31 @@ def layers(outputs: int, inputs: int, count: int, rows: int) -> dict[str, float]
     weights = [torch.randn(outputs, inputs) for _ in range(count)]
     packed = {hint: [reorder(w, hint) for w in weights] for hint in (1, 8)}
     x = torch.randn(1, rows, inputs)
-    panels = aligned(outputs * inputs * count).reshape(count, -1)
-    for weight, to in zip(weights, panels, strict=True):
-        write_panels(weight, to)
     blocks, y = np.zeros(padded(rows) * inputs, np.float32), np.zeros((padded(rows), outputs), np.float32)
 
-    def tiles() -> None:
-        threads, counters = torch.get_num_threads(), np.zeros(count, np.int64)
+    def tiles(kind: int) -> Callable[[], None]:
+        size = packed_size(weights[0], kind)
+        panels = aligned(size * count)
+        for index, weight in enumerate(weights):
+            assert write_panels(rounded(weight, kind), kind, panels[index * size : (index + 1) * size])
 
-        def part(rank: int) -> None:
-            multiply_all(
-                blocks.ctypes.data, rows, inputs, panels.ctypes.data, y.ctypes.data, outputs, counters, threads
-            )
+        def run() -> None:
+            threads, counters = torch.get_num_threads(), np.zeros(count, np.int64)
 
-        run_together(part, threads)
+            def part(rank: int) -> None:
+                packed = panels.ctypes.data, kind, size
+                multiply_all(blocks.ctypes.data, rows, inputs, packed, y.ctypes.data, outputs, counters, threads)
+
+            run_together(part, threads)
+
+        return run
 
     variants: dict[str, Callable[[], object]] = {
         "F.linear": lambda: [torch.nn.functional.linear(x, w) for w in weights],
         "W @ x.T": lambda: [(w @ x[0].T).T.contiguous() for w in weights],
         "packed for 1 row": lambda: [linear(x, w, None, "none", [], "") for w in packed[1]],
         "packed for 8 rows": lambda: [linear(x, w, None, "none", [], "") for w in packed[8]],
-        "compiled": tiles,
+        **{f"compiled, {NAMES[kind]}": tiles(kind) for kind in FORMATS},
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
     for name, run in variants.items():

@@ -11,16 +11,8 @@ import torch
 from lookfar.core.arrays import Floats
 from lookfar.core.jit import jit
 from lookfar.kernels.cpu.decoder import most_likely
-from lookfar.kernels.cpu.vectors import (
-    LANES,
-    TILE_ROWS,
-    gated_silu,
-    softmax,
-    sum_of_squares,
-    tile,
-    tile_add,
-    tile_strided,
-)
+from lookfar.kernels.cpu.tiles import tile, tile_strided
+from lookfar.kernels.cpu.vectors import LANES, TILE_ROWS, gated_silu, softmax, sum_of_squares
 
 
 def normal(*shape: int, seed: int = 0) -> Floats:
@@ -28,18 +20,13 @@ def normal(*shape: int, seed: int = 0) -> Floats:
 
 
 @jit
-def run_tile(rows, x, w, y, length, x_step):  # type: ignore[no-untyped-def]
-    tile(rows, x.ctypes.data, w.ctypes.data, y.ctypes.data, length, x_step, LANES, LANES)
-
-
-@jit
-def run_tile_add(rows, x, w, y, length, x_step):  # type: ignore[no-untyped-def]
-    tile_add(rows, x.ctypes.data, w.ctypes.data, y.ctypes.data, length, x_step, LANES, LANES)
+def run_tile(rows, x, w, y, length, x_step, add):  # type: ignore[no-untyped-def]
+    tile(rows, x.ctypes.data, w.ctypes.data, y.ctypes.data, length, x_step, LANES, LANES, add)
 
 
 @jit
 def run_tile_strided(rows, x, w, y, length, x_step):  # type: ignore[no-untyped-def]
-    tile_strided(rows, x.ctypes.data, w.ctypes.data, y.ctypes.data, length, x_step, LANES, LANES)
+    tile_strided(rows, x.ctypes.data, w.ctypes.data, y.ctypes.data, length, x_step, LANES, LANES, 0)
 
 
 @jit
@@ -64,10 +51,10 @@ def test_tiles(rows: int, length: int) -> None:
     expected = x.astype(np.float64) @ w
     in_blocks = np.ascontiguousarray(x.T)
     y = before.copy()
-    run_tile(rows, in_blocks, w, y, length, rows)
+    run_tile(rows, in_blocks, w, y, length, rows, 0)
     assert np.allclose(y, expected, atol=1e-5)
     y = before.copy()
-    run_tile_add(rows, in_blocks, w, y, length, rows)
+    run_tile(rows, in_blocks, w, y, length, rows, 1)
     assert np.allclose(y, before + expected, atol=1e-5)
     y = before.copy()
     run_tile_strided(rows, x, w, y, length, length)

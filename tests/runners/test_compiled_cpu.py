@@ -18,6 +18,7 @@ from families import DEVICE, tiny_model
 from helpers import random_prompts, reference
 from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.tree import DraftTree
+from lookfar.kernels.cpu.tiles import FLOAT32
 from lookfar.models.binding import BoundModel
 from lookfar.models.compiled_families import why_not_compiled
 from lookfar.models.self_check import taken_slots
@@ -173,6 +174,52 @@ def test_changes_of_the_model_are_followed(name: str) -> None:
     expected = reference(model, PROMPTS[0], NEW)
     assert expected != before
     assert lm.generate(PROMPTS[0], max_new_tokens=NEW).token_ids == expected
+
+
+def quantise(model: PreTrainedModel, kind: str) -> None:
+    """Let the numbers of a model be those of a checkpoint with fewer bits."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16() if kind == "bfloat16" else (64 * weight).round().clamp(-100, 100) / 64)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "uint8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_smaller_formats_give_the_bits_of_float32(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(family, torch.float32)
+    quantise(model, kind)
+    steps = steps_of(model)
+    found = steps.launch(mixed_plan(), taken_slots(3, 64)).all_logits
+    assert kind in steps.packed.formats  # some matrices have no whole groups
+    assert "float32" not in steps.packed.formats
+    monkeypatch.setattr("lookfar.models.packed_matrix.format_of", lambda *_: FLOAT32)
+    wide = steps_of(model)
+    assert torch.equal(found, wide.launch(mixed_plan(), taken_slots(3, 64)).all_logits)
+    assert set(wide.packed.formats) == {"float32"}
+    assert steps.packed.nbytes < wide.packed.nbytes
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "uint8"])
+def test_weights_that_change_get_another_format(kind: str) -> None:
+    model: Any = tiny_model("llama", torch.float32)
+    quantise(model, kind)
+    lm = lookfar.LM(model, pack=True)
+    assert lm.generate(PROMPTS[0], max_new_tokens=NEW).token_ids == reference(model, PROMPTS[0], NEW)
+    decoder = lm.engine.runner.model.decoder
+    assert decoder is not None
+    first = model.model.layers[0]
+    for edit in (
+        lambda: first.self_attn.k_proj.weight.data.mul_(-1.37),  # its matrix also holds queries and values
+        lambda: first.mlp.down_proj.weight.data[3:4].add_(0.123),
+        lambda: model.lm_head.weight.data.mul_(1.01),
+        lambda: first.mlp.down_proj.weight.data.fill_(0.5),
+        lambda: [weight.data.mul_(1.1) for weight in model.parameters()],
+    ):
+        edit()
+        assert lm.generate(PROMPTS[0], max_new_tokens=NEW).token_ids == reference(model, PROMPTS[0], NEW)
+        assert lm.engine.runner.name == "compiled"
+        assert "float32" in decoder.formats
+    assert set(decoder.formats) == {"float32"}
 
 
 def test_a_hook_comes_and_goes() -> None:

@@ -19,7 +19,7 @@ numba_config: Any = numba.config
 # Families whose code the compiled step repeats, by the names of their classes.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
-PLACES = {  # of the packed weights of a layer; those of queries, keys and values lie behind each other
+PLACES = {  # of the packed weights of a layer; those of queries, keys and values are one matrix
     "self_attn.q_proj": layout.QKV,
     "self_attn.k_proj": None,
     "self_attn.v_proj": None,
@@ -28,6 +28,7 @@ PLACES = {  # of the packed weights of a layer; those of queries, keys and value
     "mlp.up_proj": layout.UP,
     "mlp.down_proj": layout.DOWN,
 }
+MATRICES = [column for column in PLACES.values() if column is not None]
 VECTORS = {  # of a layer, which are read where they are
     "input_layernorm.weight": layout.NORM,
     "post_attention_layernorm.weight": layout.MLP_NORM,

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
-from lookfar.core.arrays import Floats, Ints
+from lookfar.core.arrays import Ints
 from lookfar.kernels.cpu import layout
-from lookfar.kernels.cpu.vectors import LANES
-from lookfar.models.compiled_families import PLACES, VECTORS, linears
+from lookfar.kernels.cpu.formats import NAMES
+from lookfar.kernels.cpu.tiles import FLOAT32
+from lookfar.models.compiled_families import MATRICES, VECTORS, linears
 from lookfar.models.masks import LayerKind
+from lookfar.models.packed_matrix import PackedMatrix, grouped, pack_matrices, size_of
 from lookfar.models.weight_changes import WeightState, version_of
 
 
@@ -23,7 +24,7 @@ class PackedDecoder:
     def __init__(self, model: Any, kinds: Mapping[str, LayerKind]) -> None:
         self.model = model
         self._kinds = list(kinds)
-        self._sizes: list[int] = []
+        self._sizes: list[tuple[int, ...]] = []
         self.find_layers()
 
     def find_layers(self) -> None:
@@ -40,18 +41,20 @@ class PackedDecoder:
         self.layers = linears(self.model)
         self._places = {layer: index for index, layer in enumerate(self.layers)}
         # Where modules keep their weights: reading them there takes a tenth of the time of an attribute.
-        self._matrices: list[dict[str, Any]] = [layer._parameters for layer in self.layers]
+        self._parameters: list[dict[str, Any]] = [layer._parameters for layer in self.layers]
         self._vectors = list(_vectors(blocks))
         self._pointers: list[int] = []  # of the vectors, when they were last written to the table
-        sizes = [_packed_size(layer.weight) for layer in self.layers]
+        sizes = [tuple(layer.weight.shape) for layer in self.layers]
         if sizes != self._sizes:
             self._sizes = sizes
-            self._memory: Floats = np.empty(0, np.float32)  # allocated when the first weight is packed
+            self._matrices: list[PackedMatrix] = []  # made when the first weight is packed
             self._states: list[WeightState | None] = [None] * len(self.layers)
             self._packed_from: tuple[list[int], list[int]] = [], []  # the addresses and versions of all weights
             self._table = np.zeros((len(blocks), layout.LAYER_COLUMNS), np.int64)
             types = getattr(self.model.config, "layer_types", None) or self._kinds[:1] * len(blocks)
             self._table[:, layout.KIND] = [self._kinds.index(name) for name in types[: len(blocks)]]
+        for matrix, group in zip(self._matrices, grouped(self.layers), strict=False):
+            matrix.layers = group
 
     @property
     def num_layers(self) -> int:
@@ -59,8 +62,18 @@ class PackedDecoder:
 
     @property
     def nbytes(self) -> int:
-        """The memory that the packed copies take, or will take."""
-        return 4 * sum(self._sizes)
+        """The memory that the packed copies take, or may take."""
+        if self._matrices:
+            return sum(len(matrix.memory) for matrix in self._matrices)
+        return size_of(self.layers, FLOAT32)
+
+    @property
+    def formats(self) -> dict[str, int]:
+        """The bytes in each format."""
+        found: dict[str, int] = {}
+        for matrix in self._matrices:
+            found[NAMES[matrix.kind]] = found.get(NAMES[matrix.kind], 0) + len(matrix.memory)
+        return found
 
     def refresh(self, everything: bool = False) -> bool:
         """Drop packed copies of weights that have changed, or all. Returns whether there were any."""
@@ -74,7 +87,7 @@ class PackedDecoder:
     @property
     def missing(self) -> list[nn.Linear]:
         """Layers whose weights are not packed, or have changed as far as torch knows."""
-        weights = [own["weight"] for own in self._matrices]
+        weights = [own["weight"] for own in self._parameters]
         pointers, versions = [weight.data_ptr() for weight in weights], list(map(version_of, weights))
         if (pointers, versions) == self._packed_from:
             return []
@@ -86,27 +99,25 @@ class PackedDecoder:
 
     def pack(self, layer: nn.Linear) -> None:
         """Pack the weight of a layer."""
-        if not len(self._memory):
-            self._memory = aligned(sum(self._sizes))
-            starts = self._starts[:-1].reshape(-1, len(PLACES))
-            for part, column in enumerate(PLACES.values()):
-                if column is not None:
-                    self._table[:, column] = starts[:, part]
-        index, weight = self._places[layer], layer.weight
-        place = sum(self._sizes[:index])
-        self._states[index] = WeightState.of(weight)
+        if not self._matrices:
+            self._matrices = pack_matrices(self.layers)
+        (matrix,) = (one for one in self._matrices if layer in one.layers)
+        for packed in matrix.write(layer):
+            self._states[self._places[packed]] = WeightState.of(packed.weight)
         if states := [state for state in self._states if state is not None]:
             self._packed_from = [state.address for state in states], [state.version for state in states]
-        write_panels(weight.detach(), self._memory[place : place + self._sizes[index]])
+        self._write_places()
+
+    def _write_places(self) -> None:
+        """Write the addresses and formats of all matrices but the head to the table."""
+        parts, count = self._matrices[:-1], len(MATRICES)
+        self._table[:, :count] = np.reshape([part.address for part in parts], (-1, count))
+        self._table[:, layout.FORMATS : layout.FORMATS + count] = np.reshape([part.kind for part in parts], (-1, count))
 
     @property
-    def _starts(self) -> Ints:
-        """The addresses of the packed weights."""
-        return self._memory.ctypes.data + 4 * np.cumsum([0, *self._sizes[:-1]])
-
-    @property
-    def head_address(self) -> int:
-        return int(self._memory.ctypes.data) + 4 * (len(self._memory) - self._sizes[-1])
+    def head(self) -> tuple[int, int]:
+        """The address and the format of the head."""
+        return self._matrices[-1].address, self._matrices[-1].kind
 
     @property
     def final_norm_address(self) -> int:
@@ -133,24 +144,3 @@ def _vectors(blocks: Any) -> Any:
 def _parameters(block: nn.Module) -> Any:
     for prefix, module in block.named_modules():
         yield from ((f"{prefix}.{name}", module, name) for name, own in module._parameters.items() if own is not None)
-
-
-def _packed_size(weight: torch.Tensor) -> int:
-    return -(-weight.shape[0] // LANES) * LANES * weight.shape[1]
-
-
-def write_panels(weight: torch.Tensor, to: Floats) -> None:
-    """Write a matrix as panels of 16 of its rows, [panel][column][16]; the last panel is filled up with zeros."""
-    rows, columns = weight.shape
-    panels, whole = torch.from_numpy(to).view(-1, columns, LANES), rows // LANES
-    panels[:whole] = weight[: whole * LANES].view(whole, LANES, columns).transpose(1, 2)
-    if whole < len(panels):
-        panels[whole] = 0.0
-        panels[whole, :, : rows - whole * LANES] = weight[whole * LANES :].t()
-
-
-def aligned(count: int) -> Floats:
-    """Return uninitialised floats that begin at a multiple of 64 bytes. NumPy asks for huge pages, torch does not."""
-    memory = np.empty(count + LANES, np.float32)
-    first = -memory.ctypes.data // 4 % LANES
-    return memory[first : first + count]

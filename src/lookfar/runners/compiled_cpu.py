@@ -134,7 +134,8 @@ class CompiledSteps:
             head,
             self._buffers[layout.SCRATCH].shape[1],
         )
-        step[layout.FINAL_NORM], step[layout.HEAD] = packed.final_norm_address, packed.head_address
+        step[layout.FINAL_NORM] = packed.final_norm_address
+        step[layout.HEAD], step[layout.HEAD_FORMAT] = packed.head
         return step
 
     def _rows(self, plan: StepPlan, cache: SlotKVCache) -> dict[int, npt.NDArray[Any]]:

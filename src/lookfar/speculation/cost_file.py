@@ -13,7 +13,7 @@ from typing import Any
 from lookfar.core.files import read_json, update_json
 from lookfar.speculation.cost_curve import CostCurve
 
-VERSION = 4  # files of other versions are dropped
+VERSION = 5  # files of other versions are dropped
 
 
 @dataclass(frozen=True)

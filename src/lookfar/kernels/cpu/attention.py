@@ -44,7 +44,8 @@ from lookfar.kernels.cpu.layout import (
     VALUES,
     VISIBLE,
 )
-from lookfar.kernels.cpu.vectors import LANES, softmax, tile_strided
+from lookfar.kernels.cpu.tiles import FLOAT32, tile_strided
+from lookfar.kernels.cpu.vectors import LANES, softmax
 
 MINUS_INFINITY = np.float32(-np.inf)
 
@@ -146,7 +147,7 @@ def attend_lanes(step, layer, request, head, first, lanes, epsilon, scale, scrat
         count = block_size(lane, lanes)
         for d in range(0, dim, LANES):
             to = out + (lane * dim + d) * 4
-            multiply_tile(count, scores + lane * 4, layer[VALUES] + at + d * 4, to, keys, LANES, dim, dim)
+            multiply_tile(FLOAT32, count, scores + lane * 4, layer[VALUES] + at + d * 4, to, keys, LANES, dim, dim, 0)
     write_lanes(step, request[FIRST], head, first, lanes, out, sums)
 
 
@@ -155,11 +156,11 @@ def score_keys(keys, query, scores, count, dim):  # type: ignore[no-untyped-def]
     """Multiply keys with 16 queries; scores [key][16]."""
     if count < BLOCK:
         for key in range(count):
-            tile_strided(1, keys + key * dim * 4, query, scores + key * LANES * 4, dim, dim, LANES, LANES)
+            tile_strided(1, keys + key * dim * 4, query, scores + key * LANES * 4, dim, dim, LANES, LANES, 0)
         return
     for key in range(0, count, BLOCK):
         first = min(key, count - BLOCK)  # the last keys may be multiplied twice
-        tile_strided(BLOCK, keys + first * dim * 4, query, scores + first * LANES * 4, dim, dim, LANES, LANES)
+        tile_strided(BLOCK, keys + first * dim * 4, query, scores + first * LANES * 4, dim, dim, LANES, LANES, 0)
 
 
 @jit

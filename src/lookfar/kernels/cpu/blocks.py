@@ -11,8 +11,10 @@ import numpy as np
 from lookfar.core.addresses import floats_at
 from lookfar.core.jit import jit
 from lookfar.kernels.cpu.barrier import take
+from lookfar.kernels.cpu.formats import panel_size
 from lookfar.kernels.cpu.layout import BLOCK, SIZES
-from lookfar.kernels.cpu.vectors import LANES, sum_of_squares, tile, tile_add
+from lookfar.kernels.cpu.tiles import BFLOAT16, UINT8, tile, tile_bfloat16, tile_uint8
+from lookfar.kernels.cpu.vectors import LANES, sum_of_squares
 
 PARTS = 6  # of a product for each thread: a thread that is slower takes fewer
 
@@ -30,9 +32,14 @@ def share(count, rank, size):  # type: ignore[no-untyped-def]
 
 
 @jit
-def multiply_tile(rows, x, w, y, length, x_step, w_step, y_step):  # type: ignore[no-untyped-def]
-    """As `tile`, compiled once for all callers."""
-    tile(rows, x, w, y, length, x_step, w_step, y_step)
+def multiply_tile(kind, rows, x, w, y, length, x_step, w_step, y_step, add):  # type: ignore[no-untyped-def]
+    """Multiply a tile whose weights are in some format; compiled once for all callers."""
+    if kind == UINT8:
+        tile_uint8(rows, x, w, y, length, x_step, w_step, y_step, add)
+    elif kind == BFLOAT16:
+        tile_bfloat16(rows, x, w, y, length, x_step, w_step, y_step, add)
+    else:
+        tile(rows, x, w, y, length, x_step, w_step, y_step, add)
 
 
 @jit
@@ -45,17 +52,19 @@ def take_panels(panels, counter, size):  # type: ignore[no-untyped-def]
 
 @jit
 def multiply(blocks, rows, length, weights, y, y_step, add, counter, size):  # type: ignore[no-untyped-def]
-    """Multiply blocks of rows with a packed weight of `y_step` columns; threads take panels until none are left."""
+    """Multiply blocks of rows with a packed weight of `y_step` columns; threads take panels until none are left.
+
+    `weights` are an address and a format.
+    """
+    address, kind = weights
+    panel_bytes = panel_size(kind, length)
     first_panel, last_panel = take_panels(y_step // LANES, counter, size)
     while first_panel < last_panel:
         for panel in range(first_panel, last_panel):
-            w = weights + panel * length * LANES * 4
+            w = address + panel * panel_bytes
             for first in range(0, rows, BLOCK):
                 count, place = block_size(first, rows), y + (first * y_step + panel * LANES) * 4
-                if add:
-                    tile_add(count, blocks + first * length * 4, w, place, length, count, LANES, y_step)
-                else:
-                    multiply_tile(count, blocks + first * length * 4, w, place, length, count, LANES, y_step)
+                multiply_tile(kind, count, blocks + first * length * 4, w, place, length, count, LANES, y_step, add)
         first_panel, last_panel = take_panels(y_step // LANES, counter, size)
 
 

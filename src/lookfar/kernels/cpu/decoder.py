@@ -16,6 +16,7 @@ from lookfar.kernels.cpu.blocks import (
     take_panels,
     write_block,
 )
+from lookfar.kernels.cpu.formats import panel_size
 from lookfar.kernels.cpu.layout import (
     BLOCK,
     BLOCKS,
@@ -23,9 +24,11 @@ from lookfar.kernels.cpu.layout import (
     COUNTERS,
     DOWN,
     FINAL_NORM,
+    FORMATS,
     GATE,
     HEAD,
     HEAD_DIM,
+    HEAD_FORMAT,
     HEADS,
     HIDDEN,
     INNER,
@@ -80,18 +83,25 @@ def normalise_chosen(rank, size, step, epsilon):  # type: ignore[no-untyped-def]
 
 
 @jit
+def weights_of(layer, column):  # type: ignore[no-untyped-def]
+    """Return the address and the format of the weights of a product."""
+    return layer[column], layer[FORMATS + column]
+
+
+@jit
 def feed_forward(step, layer, scratch, counter, size):  # type: ignore[no-untyped-def]
     """Multiply blocks of rows with the gate and up columns; writes blocks of SiLU(gate) · up."""
     length, rows, width = step[HIDDEN], step[ROWS], step[INNER]
     gate, up = scratch, scratch + BLOCK * LANES * 4
+    gate_size, up_size = panel_size(layer[FORMATS + GATE], length), panel_size(layer[FORMATS + UP], length)
     first_panel, last_panel = take_panels(width // LANES, counter, size)
     while first_panel < last_panel:
         for panel in range(first_panel, last_panel):
-            place = panel * length * LANES * 4
+            gates, ups = layer[GATE] + panel * gate_size, layer[UP] + panel * up_size
             for first in range(0, rows, BLOCK):
                 count, source = block_size(first, rows), step[BLOCKS] + first * length * 4
-                multiply_tile(count, source, layer[GATE] + place, gate, length, count, LANES, LANES)
-                multiply_tile(count, source, layer[UP] + place, up, length, count, LANES, LANES)
+                multiply_tile(layer[FORMATS + GATE], count, source, gates, gate, length, count, LANES, LANES, 0)
+                multiply_tile(layer[FORMATS + UP], count, source, ups, up, length, count, LANES, LANES, 0)
                 gated_silu(gate, up, count)
                 values = floats_at(gate, count * LANES)
                 to = floats_at(step[INNER_BLOCKS] + (first * width + panel * LANES * count) * 4, LANES * count)
@@ -112,20 +122,22 @@ def run_layer(rank, size, step, layer, epsilon, scale, scratch, phase):  # type:
 
     normalise(rank, size, step, layer[NORM], epsilon)
     wait_for_all(counters, size * (phase + 1))
-    multiply(step[BLOCKS], rows, hidden, layer[QKV], step[QKV_ROWS], width, False, counter + 8, size)
+    multiply(step[BLOCKS], rows, hidden, weights_of(layer, QKV), step[QKV_ROWS], width, 0, counter + 8, size)
     wait_for_all(counters, size * (phase + 2))
     write_kv(rank, size, step, layer, epsilon)
     clear_padding(step[INNER_BLOCKS], rows, attended, share(attended, rank, size))
     wait_for_all(counters, size * (phase + 3))
     attend(step, layer, epsilon, scale, scratch, counter + 24)
     wait_for_all(counters, size * (phase + 4))
-    multiply(step[INNER_BLOCKS], rows, attended, layer[OUT], step[STATES], hidden, True, counter + 32, size)
+    multiply(step[INNER_BLOCKS], rows, attended, weights_of(layer, OUT), step[STATES], hidden, 1, counter + 32, size)
     wait_for_all(counters, size * (phase + 5))
     normalise(rank, size, step, layer[MLP_NORM], epsilon)
     wait_for_all(counters, size * (phase + 6))
     feed_forward(step, layer, scratch, counter + 48, size)
     wait_for_all(counters, size * (phase + 7))
-    multiply(step[INNER_BLOCKS], rows, step[INNER], layer[DOWN], step[STATES], hidden, True, counter + 56, size)
+    multiply(
+        step[INNER_BLOCKS], rows, step[INNER], weights_of(layer, DOWN), step[STATES], hidden, 1, counter + 56, size
+    )
     wait_for_all(counters, size * (phase + 8))
 
 
@@ -160,7 +172,8 @@ def write_logits(rank, size, step, epsilon, phase):  # type: ignore[no-untyped-d
     normalise_chosen(rank, size, step, epsilon)
     wait_for_all(counters, size * (phase + 1))
     counter = counters + 8 * (phase + 2)
-    multiply(step[BLOCKS], rows, step[HIDDEN], step[HEAD], step[LOGITS], width, False, counter, size)
+    head = step[HEAD], step[HEAD_FORMAT]
+    multiply(step[BLOCKS], rows, step[HIDDEN], head, step[LOGITS], width, 0, counter, size)
     wait_for_all(counters, size * (phase + 2))
     for row in range(rank, rows, size):
         logits = floats_at(step[LOGITS] + row * width * 4, width)

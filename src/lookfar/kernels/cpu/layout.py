@@ -44,13 +44,15 @@ SIZES = np.array([min(size for size in TILE_ROWS if size >= rows) for rows in ra
     CHOSEN,  # [logit rows] the rows whose logits are wanted
     FINAL_NORM,
     HEAD,
+    HEAD_FORMAT,
     LOGITS,  # [logit rows, vocabulary], both padded
     TOP_IDS,  # [logit rows, top k] 32-bit
     TOP_LOGITS,
     STEP_COLUMNS,
-) = range(34)
+) = range(35)
 
-# About a layer: addresses of packed weights, of vectors (0: none) and of KV buffers, and its kind of attention.
+# About a layer: addresses of packed weights, of vectors (0: none) and of KV buffers, its kind of attention, and the
+# formats of the weights.
 (
     QKV,
     OUT,
@@ -67,8 +69,9 @@ SIZES = np.array([min(size for size in TILE_ROWS if size >= rows) for rows in ra
     KEYS,
     VALUES,
     KIND,
+    FORMATS,  # of the five matrices, in their order: see tiles.py
     LAYER_COLUMNS,
-) = range(16)
+) = (*range(16), 20)
 
 # About a request: its first row, its rows, its cached tokens, its slot, and where its part of VISIBLE begins.
 FIRST, COUNT, CACHED, SLOT, SEES, REQUEST_COLUMNS = range(6)

@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 IS_ARM = platform.machine() in ("aarch64", "arm64", "ARM64")
-FLOAT, BYTE, INT, LONG = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
+FLOAT, BYTE, SHORT, INT, LONG = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 # A function whose body is not compiled but returns the type of a call and the code that emits it.
 instruction: Any = intrinsic

@@ -1,7 +1,7 @@
-"""Vector instructions for compiled host code: matrix tiles, softmax and SiLU, written in LLVM's language.
+"""Vector instructions for compiled host code, written in LLVM's language; softmax, SiLU and squares made of them.
 
 A vector holds 16 float32 values: one register with AVX-512, two with AVX2, four with NEON. All functions take
-addresses. They add in the same order for every number of rows, so the result of a row does not depend on others.
+addresses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ HAS_FMA = IS_ARM or bool(FEATURES.get("fma"))  # otherwise every product would b
 # The rows of a tile: their sums and one vector of weights fit into the registers.
 WIDE = bool(FEATURES.get("avx512f"))
 TILE_ROWS = (1, 2, 4, 8, 12, 16) if WIDE else (1, 2, 4, 6)
-AHEAD = 64  # vectors of weights that are fetched ahead, 4 KB
 
 VECTOR, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 ADDRESS = types.int64
@@ -31,32 +30,32 @@ def vector(value: float) -> ir.Constant:
     return ir.Constant(VECTOR, [value] * LANES)
 
 
-def _call(builder: ir.IRBuilder, name: str, *arguments: Any) -> Any:
+def call(builder: ir.IRBuilder, name: str, *arguments: Any) -> Any:
     """Call an LLVM intrinsic that takes and returns vectors."""
     function = external(builder, f"llvm.{name}.v{LANES}f32", VECTOR, *[VECTOR] * len(arguments))
     return builder.call(function, arguments)
 
 
-def _broadcast(builder: ir.IRBuilder, value: Any) -> Any:
+def broadcast(builder: ir.IRBuilder, value: Any) -> Any:
     undefined = ir.Constant(VECTOR, ir.Undefined)
     first = builder.insert_element(undefined, value, INT(0))
     return builder.shuffle_vector(first, undefined, ir.Constant(INTS, [0] * LANES))
 
 
-def _pointer(builder: ir.IRBuilder, address: Any, index: Any) -> Any:
+def pointer(builder: ir.IRBuilder, address: Any, index: Any) -> Any:
     """Return a pointer to a float."""
     return builder.gep(builder.inttoptr(address, FLOAT.as_pointer()), [index])
 
 
-def _load(builder: ir.IRBuilder, address: Any, index: Any) -> Any:
-    return builder.load(builder.bitcast(_pointer(builder, address, index), VECTOR.as_pointer()), align=4)
+def load(builder: ir.IRBuilder, address: Any, index: Any) -> Any:
+    return builder.load(builder.bitcast(pointer(builder, address, index), VECTOR.as_pointer()), align=4)
 
 
-def _store(builder: ir.IRBuilder, value: Any, address: Any, index: Any) -> None:
-    builder.store(value, builder.bitcast(_pointer(builder, address, index), VECTOR.as_pointer()), align=4)
+def store(builder: ir.IRBuilder, value: Any, address: Any, index: Any) -> None:
+    builder.store(value, builder.bitcast(pointer(builder, address, index), VECTOR.as_pointer()), align=4)
 
 
-def _loop(builder: ir.IRBuilder, count: Any, start: Seq[Any], body: Callable[[Any, Seq[Any]], Seq[Any]]) -> Seq[Any]:
+def loop(builder: ir.IRBuilder, count: Any, start: Seq[Any], body: Callable[[Any, Seq[Any]], Seq[Any]]) -> Seq[Any]:
     """Emit a loop of at least one round that carries vectors from round to round; returns the last ones."""
     before = builder.block
     inside = builder.append_basic_block("loop")
@@ -77,80 +76,30 @@ def _loop(builder: ir.IRBuilder, count: Any, start: Seq[Any], body: Callable[[An
     return found
 
 
-def _prefetch(builder: ir.IRBuilder, address: Any, index: Any) -> None:
-    pointer = BYTE.as_pointer()
-    function = external(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, INT, INT, INT)
-    place = builder.bitcast(_pointer(builder, address, index), pointer)
+def load_at(builder: ir.IRBuilder, address: Any, offset: Any, kind: Any) -> Any:
+    """Load a vector of some type, `offset` bytes behind an address."""
+    place = builder.inttoptr(builder.add(address, offset), kind.as_pointer())
+    return builder.load(place, align=1)
+
+
+def prefetch(builder: ir.IRBuilder, address: Any, offset: Any, ahead: int) -> None:
+    """Fetch the cache line `offset` and `ahead` bytes behind an address."""
+    kind = BYTE.as_pointer()
+    function = external(builder, "llvm.prefetch.p0", ir.VoidType(), kind, INT, INT, INT)
+    place = builder.inttoptr(builder.add(address, builder.add(offset, LONG(ahead))), kind)
     builder.call(function, [place, INT(0), INT(3), INT(1)])  # for reading, to the first-level cache
-
-
-def _tile(strided: bool = False, add: bool = False) -> Any:
-    """Return a function that multiplies some rows with 16 columns: y[row, :16] = Σ x[row, k] · w[k, :16].
-
-    It takes the number of rows, one of `TILE_ROWS`; the addresses x, w and y; the length of the sum; and three
-    distances: between two k in x (`strided`: between two rows; the other distance is 1), between two k in w, and
-    between two rows of y. `add` adds to y.
-    """
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
-        rows, *others = arguments
-        end = builder.append_basic_block("end")
-        choice = builder.switch(rows, end)
-        for count in TILE_ROWS:
-            block = builder.append_basic_block(f"rows_{count}")
-            choice.add_case(LONG(count), block)
-            builder.position_at_end(block)
-            _emit_tile(builder, count, others, strided, add)
-            builder.branch(end)
-        builder.position_at_end(end)
-        return context.get_dummy_value()
-
-    def typing(
-        typing_context: Any, rows: Any, x: Any, w: Any, y: Any, length: Any, x_step: Any, w_step: Any, y_step: Any
-    ) -> Any:
-        return types.void(*[types.int64] * 8), emit
-
-    return instruction(typing)
-
-
-def _emit_tile(builder: ir.IRBuilder, rows: int, arguments: Seq[Any], strided: bool, add: bool) -> None:
-    x, w, y, length, x_step, w_step, y_step = arguments
-
-    def body(k: Any, sums: Seq[Any]) -> Seq[Any]:
-        place = builder.mul(k, w_step)
-        weights = _load(builder, w, place)
-        if not strided:
-            _prefetch(builder, w, builder.add(place, LONG(AHEAD * LANES)))
-        found = []
-        for row, total in enumerate(sums):
-            if strided:
-                at = builder.add(builder.mul(x_step, LONG(row)), k)
-            else:
-                at = builder.add(builder.mul(k, x_step), LONG(row))
-            value = _broadcast(builder, builder.load(_pointer(builder, x, at), align=4))
-            found.append(_call(builder, "fma", value, weights, total))
-        return found
-
-    for row, total in enumerate(_loop(builder, length, [vector(0.0)] * rows, body)):
-        place = builder.mul(y_step, LONG(row))
-        if add:
-            total = builder.fadd(_load(builder, y, place), total)
-        _store(builder, total, y, place)
-
-
-tile, tile_add, tile_strided = _tile(), _tile(add=True), _tile(strided=True)
 
 
 def _exp(builder: ir.IRBuilder, x: Any) -> Any:
     """Return exp(x) to the last bit or two: 2ⁿ times a polynomial in what is left of x."""
-    x = _call(builder, "maxnum", _call(builder, "minnum", x, vector(88.0)), vector(-87.3))
-    n = _call(builder, "floor", _call(builder, "fma", x, vector(1.44269504088896341), vector(0.5)))
-    r = _call(builder, "fma", n, vector(-0.693359375), x)
-    r = _call(builder, "fma", n, vector(2.12194440e-4), r)
+    x = call(builder, "maxnum", call(builder, "minnum", x, vector(88.0)), vector(-87.3))
+    n = call(builder, "floor", call(builder, "fma", x, vector(1.44269504088896341), vector(0.5)))
+    r = call(builder, "fma", n, vector(-0.693359375), x)
+    r = call(builder, "fma", n, vector(2.12194440e-4), r)
     p = vector(1.9875691500e-4)
     for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        p = _call(builder, "fma", p, r, vector(coefficient))
-    p = _call(builder, "fma", p, builder.fmul(r, r), builder.fadd(r, vector(1.0)))
+        p = call(builder, "fma", p, r, vector(coefficient))
+    p = call(builder, "fma", p, builder.fmul(r, r), builder.fadd(r, vector(1.0)))
     bits = builder.shl(
         builder.add(builder.fptosi(n, INTS), ir.Constant(INTS, [127] * LANES)), ir.Constant(INTS, [23] * LANES)
     )
@@ -168,20 +117,20 @@ def softmax(typing_context: Any, scores: Any, count: Any, sums: Any) -> Any:
         scores, count, sums = arguments
 
         def highest(i: Any, carried: Seq[Any]) -> Seq[Any]:
-            return [_call(builder, "maxnum", carried[0], _load(builder, scores, builder.mul(i, LONG(LANES))))]
+            return [call(builder, "maxnum", carried[0], load(builder, scores, builder.mul(i, LONG(LANES))))]
 
-        (top,) = _loop(builder, count, [vector(-3e38)], highest)
+        (top,) = loop(builder, count, [vector(-3e38)], highest)
 
         def exponentials(i: Any, carried: Seq[Any]) -> Seq[Any]:
             place = builder.mul(i, LONG(LANES))
-            score = _load(builder, scores, place)
+            score = load(builder, scores, place)
             counts = builder.fcmp_ordered(">", score, vector(float("-inf")))
             value = builder.select(counts, _exp(builder, builder.fsub(score, top)), vector(0.0))
-            _store(builder, value, scores, place)
+            store(builder, value, scores, place)
             return [builder.fadd(carried[0], value)]
 
-        (total,) = _loop(builder, count, [vector(0.0)], exponentials)
-        _store(builder, total, sums, LONG(0))
+        (total,) = loop(builder, count, [vector(0.0)], exponentials)
+        store(builder, total, sums, LONG(0))
         return context.get_dummy_value()
 
     return types.void(*[ADDRESS] * 3), emit
@@ -196,12 +145,12 @@ def gated_silu(typing_context: Any, gate: Any, up: Any, count: Any) -> Any:
 
         def body(i: Any, carried: Seq[Any]) -> Seq[Any]:
             place = builder.mul(i, LONG(LANES))
-            value = _load(builder, gate, place)
+            value = load(builder, gate, place)
             below = builder.fadd(_exp(builder, builder.fsub(vector(-0.0), value)), vector(1.0))
-            _store(builder, builder.fmul(builder.fdiv(value, below), _load(builder, up, place)), gate, place)
+            store(builder, builder.fmul(builder.fdiv(value, below), load(builder, up, place)), gate, place)
             return []
 
-        _loop(builder, count, [], body)
+        loop(builder, count, [], body)
         return context.get_dummy_value()
 
     return types.void(*[ADDRESS] * 3), emit
@@ -215,10 +164,10 @@ def sum_of_squares(typing_context: Any, values: Any, count: Any) -> Any:
         values, count = arguments
 
         def body(i: Any, carried: Seq[Any]) -> Seq[Any]:
-            value = _load(builder, values, builder.mul(i, LONG(LANES)))
-            return [_call(builder, "fma", value, value, carried[0])]
+            value = load(builder, values, builder.mul(i, LONG(LANES)))
+            return [call(builder, "fma", value, value, carried[0])]
 
-        (squares,) = _loop(builder, count, [vector(0.0)], body)
+        (squares,) = loop(builder, count, [vector(0.0)], body)
         parts = [builder.extract_element(squares, INT(lane)) for lane in range(LANES)]
         while len(parts) > 1:
             half = len(parts) // 2

@@ -1,0 +1,78 @@
+"""One packed matrix of a decoder: the weights of a product, in the smallest format that holds them without loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from torch import nn
+
+from lookfar.kernels.cpu.formats import FORMATS, Bytes, format_of, packed_size, write_panels
+from lookfar.models.compiled_families import PLACES
+
+ALIGNMENT = 64
+SAMPLED_ROWS = 32  # of each matrix, to choose its format
+
+
+class PackedMatrix:
+    """The weights of linear layers with one input, one behind the other, in one format."""
+
+    def __init__(self, layers: Seq[nn.Linear], kind: int, memory: Bytes) -> None:
+        self.layers, self.kind, self.memory = layers, kind, memory
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data)
+
+    def write(self, layer: nn.Linear) -> list[nn.Linear]:
+        """Pack the weight of a layer; returns the layers whose weights were packed.
+
+        If a weight needs another format than expected, the matrix gets other memory and keeps that format.
+        """
+        if self._write(layer):
+            return [layer]
+        self.kind = widest([self.kind, *(format_of(one.weight) for one in self.layers)])
+        self.memory = aligned(size_of(self.layers, self.kind))
+        return [one for one in self.layers if self._write(one)]
+
+    def _write(self, layer: nn.Linear) -> bool:
+        place = self.layers.index(layer)
+        first, last = size_of(self.layers[:place], self.kind), size_of(self.layers[: place + 1], self.kind)
+        return write_panels(layer.weight, self.kind, self.memory[first:last])
+
+
+def pack_matrices(layers: Seq[nn.Linear]) -> list[PackedMatrix]:
+    """Choose the formats of all matrices of a decoder, and give them one piece of memory, which is not written yet."""
+    groups = grouped(layers)
+    kinds = [widest([format_of(layer.weight, SAMPLED_ROWS) for layer in group]) for group in groups]
+    ends = np.cumsum([size_of(group, kind) for group, kind in zip(groups, kinds, strict=True)])
+    memory = aligned(int(ends[-1]))
+    parts = np.split(memory, ends[:-1])
+    return [PackedMatrix(*found) for found in zip(groups, kinds, parts, strict=True)]
+
+
+def grouped(layers: Seq[nn.Linear]) -> list[list[nn.Linear]]:
+    """Return the layers of each matrix: those of queries, keys and values are one. `layers` are all, and the head."""
+    groups: list[list[nn.Linear]] = []
+    columns = list(PLACES.values())
+    for index, layer in enumerate(layers):
+        if index < len(layers) - 1 and columns[index % len(columns)] is None:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return groups
+
+
+def widest(kinds: Seq[int]) -> int:
+    return max(kinds, key=FORMATS.index)
+
+
+def size_of(layers: Seq[nn.Linear], kind: int) -> int:
+    return sum(packed_size(layer.weight, kind) for layer in layers)
+
+
+def aligned(count: int) -> Bytes:
+    """Return uninitialised bytes that begin at a multiple of 64. NumPy asks for huge pages, torch does not."""
+    memory = np.empty(count + ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % ALIGNMENT
+    return memory[first : first + count]
