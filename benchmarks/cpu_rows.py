@@ -34,7 +34,7 @@ from lookfar.kernels.cpu.blocks import multiply
 from lookfar.kernels.cpu.formats import FORMATS, NAMES, packed_size, write_panels
 from lookfar.kernels.cpu.layout import padded
 from lookfar.kernels.cpu.team import run_together
-from lookfar.kernels.cpu.tiles import BFLOAT16, UINT8
+from lookfar.kernels.cpu.tiles import BFLOAT16, FLOAT16, UINT8
 from lookfar.models.binding import BoundModel
 from lookfar.models.packed_matrix import aligned
 from lookfar.models.self_check import taken_slots
@@ -63,7 +63,7 @@ def rounded(weight: torch.Tensor, kind: int) -> torch.Tensor:
     """Return a matrix whose numbers fit a format."""
     if kind == UINT8:
         return (weight * 16).round().clamp(-127, 127) / 32
-    return weight.bfloat16().float() if kind == BFLOAT16 else weight
+    return {BFLOAT16: weight.bfloat16().float(), FLOAT16: weight.half().float()}.get(kind, weight)
 
 
 def layers(outputs: int, inputs: int, count: int, rows: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ from lookfar.core.arrays import Floats
 from lookfar.core.jit import jit
 from lookfar.kernels.cpu.blocks import multiply_tile
 from lookfar.kernels.cpu.formats import Bytes, format_of, packed_size, panel_size, write_panels
-from lookfar.kernels.cpu.tiles import BFLOAT16, FLOAT32, GROUP, UINT8
+from lookfar.kernels.cpu.tiles import BFLOAT16, FLOAT16, FLOAT32, GROUP, UINT8
 from lookfar.kernels.cpu.vectors import LANES, TILE_ROWS
 from lookfar.models.packed_matrix import aligned
 
@@ -37,6 +37,7 @@ def quantised(levels: int, symmetric: bool, seed: int = 0) -> torch.Tensor:
 MATRICES = {
     "normal numbers": (normal(48, LENGTH), FLOAT32),
     "of a bfloat16 checkpoint": (normal(48, LENGTH).bfloat16().float(), BFLOAT16),
+    "of a float16 checkpoint": (normal(48, LENGTH).half().float(), FLOAT16),
     "four bits": (quantised(16, True), UINT8),
     "four bits with offsets": (quantised(16, False), UINT8),
     "eight bits": (quantised(255, True), UINT8),
@@ -77,7 +78,7 @@ def product(weight: torch.Tensor, kind: int, rows: int) -> Floats:
 @pytest.mark.parametrize("name", MATRICES)
 def test_the_smallest_format_that_fits(name: str) -> None:
     weight, kind = MATRICES[name]
-    assert format_of(weight) == kind
+    assert format_of([weight]) == kind
 
 
 @pytest.mark.parametrize("rows", TILE_ROWS)
@@ -89,7 +90,17 @@ def test_products_have_the_bits_of_float32(name: str, rows: int) -> None:
     assert not found[:, len(weight) :].any()  # the last panel is filled up with zeros
 
 
-@pytest.mark.parametrize("kind", [UINT8, BFLOAT16])
+def test_matrices_of_one_product_share_a_format() -> None:
+    bfloat16, float16, small = (
+        MATRICES[name][0] for name in ("of a bfloat16 checkpoint", "of a float16 checkpoint", "eight bits")
+    )
+    assert format_of([small, small]) == UINT8
+    assert format_of([small, float16]) == FLOAT32  # products of scales and eight bits do not fit float16
+    assert format_of([bfloat16, float16]) == FLOAT16
+    assert format_of([1e-20 * bfloat16, float16]) == FLOAT32
+
+
+@pytest.mark.parametrize("kind", [UINT8, BFLOAT16, FLOAT16])
 def test_a_matrix_that_does_not_fit_is_refused(kind: int) -> None:
     assert packed(MATRICES["one row is not"][0], kind) is None
     assert packed(MATRICES["normal numbers"][0], kind) is None
@@ -100,7 +111,7 @@ def test_whatever_is_packed_is_read_again(levels: int, unit: float, offset: floa
     numbers = data.draw(st.lists(st.integers(0, levels), min_size=GROUP, max_size=GROUP))
     values = np.float32(offset) + np.float32(unit) * np.array(numbers, np.float32)
     weight = torch.from_numpy(values[None].repeat(LANES, 0))
-    kind = format_of(weight)
+    kind = format_of([weight])
     x = np.eye(GROUP, dtype=np.float32)
     memory, found = packed(weight, kind), np.zeros((GROUP, LANES), np.float32)
     assert memory is not None
@@ -111,5 +122,5 @@ def test_whatever_is_packed_is_read_again(levels: int, unit: float, offset: floa
 
 def test_sampled_rows_decide_beforehand() -> None:
     weight = MATRICES["one row is not"][0]
-    assert format_of(weight[:47], rows=4) == UINT8
-    assert format_of(weight, rows=48) == FLOAT32
+    assert format_of([weight[:47]], rows=4) == UINT8
+    assert format_of([weight], rows=48) == FLOAT32

@@ -180,10 +180,11 @@ def quantise(model: PreTrainedModel, kind: str) -> None:
     """Let the numbers of a model be those of a checkpoint with fewer bits."""
     with torch.no_grad():
         for weight in model.parameters():
-            weight.copy_(weight.bfloat16() if kind == "bfloat16" else (64 * weight).round().clamp(-100, 100) / 64)
+            few = (64 * weight).round().clamp(-100, 100) / 64
+            weight.copy_({"bfloat16": weight.bfloat16(), "float16": weight.half()}.get(kind, few))
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "uint8"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "uint8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_smaller_formats_give_the_bits_of_float32(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family, torch.float32)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from torch import nn
 
-from lookfar.kernels.cpu.formats import FORMATS, Bytes, format_of, packed_size, write_panels
+from lookfar.kernels.cpu.formats import Bytes, format_of, packed_size, write_panels
 from lookfar.models.compiled_families import PLACES
 
 ALIGNMENT = 64
@@ -31,7 +31,7 @@ class PackedMatrix:
         """
         if self._write(layer):
             return [layer]
-        self.kind = widest([self.kind, *(format_of(one.weight) for one in self.layers)])
+        self.kind = format_of([one.weight for one in self.layers])
         self.memory = aligned(size_of(self.layers, self.kind))
         return [one for one in self.layers if self._write(one)]
 
@@ -44,7 +44,7 @@ class PackedMatrix:
 def pack_matrices(layers: Seq[nn.Linear]) -> list[PackedMatrix]:
     """Choose the formats of all matrices of a decoder, and give them one piece of memory, which is not written yet."""
     groups = grouped(layers)
-    kinds = [widest([format_of(layer.weight, SAMPLED_ROWS) for layer in group]) for group in groups]
+    kinds = [format_of([layer.weight for layer in group], SAMPLED_ROWS) for group in groups]
     ends = np.cumsum([size_of(group, kind) for group, kind in zip(groups, kinds, strict=True)])
     memory = aligned(int(ends[-1]))
     parts = np.split(memory, ends[:-1])
@@ -61,10 +61,6 @@ def grouped(layers: Seq[nn.Linear]) -> list[list[nn.Linear]]:
         else:
             groups.append([layer])
     return groups
-
-
-def widest(kinds: Seq[int]) -> int:
-    return max(kinds, key=FORMATS.index)
 
 
 def size_of(layers: Seq[nn.Linear], kind: int) -> int:

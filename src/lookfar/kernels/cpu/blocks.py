@@ -13,7 +13,7 @@ from lookfar.core.jit import jit
 from lookfar.kernels.cpu.barrier import take
 from lookfar.kernels.cpu.formats import panel_size
 from lookfar.kernels.cpu.layout import BLOCK, SIZES
-from lookfar.kernels.cpu.tiles import BFLOAT16, UINT8, tile, tile_bfloat16, tile_uint8
+from lookfar.kernels.cpu.tiles import BFLOAT16, FLOAT16, UINT8, tile, tile_bfloat16, tile_float16, tile_uint8
 from lookfar.kernels.cpu.vectors import LANES, sum_of_squares
 
 PARTS = 6  # of a product for each thread: a thread that is slower takes fewer
@@ -38,6 +38,8 @@ def multiply_tile(kind, rows, x, w, y, length, x_step, w_step, y_step, add):  # 
         tile_uint8(rows, x, w, y, length, x_step, w_step, y_step, add)
     elif kind == BFLOAT16:
         tile_bfloat16(rows, x, w, y, length, x_step, w_step, y_step, add)
+    elif kind == FLOAT16:
+        tile_float16(rows, x, w, y, length, x_step, w_step, y_step, add)
     else:
         tile(rows, x, w, y, length, x_step, w_step, y_step, add)
 

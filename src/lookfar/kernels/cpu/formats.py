@@ -7,6 +7,7 @@ is filled up with zeros.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -14,24 +15,31 @@ import numpy.typing as npt
 import torch
 
 from lookfar.core.jit import jit
-from lookfar.kernels.cpu.tiles import BFLOAT16, FLOAT32, GROUP, GROUP_BYTES, UINT8
-from lookfar.kernels.cpu.vectors import LANES
+from lookfar.kernels.cpu.tiles import BFLOAT16, FLOAT16, FLOAT32, GROUP, GROUP_BYTES, UINT8
+from lookfar.kernels.cpu.vectors import HAS_HALF, LANES
 
 Bytes = npt.NDArray[np.uint8]
 
-FORMATS = (UINT8, BFLOAT16, FLOAT32)  # the smallest first
-NAMES = {FLOAT32: "float32", BFLOAT16: "bfloat16", UINT8: "uint8"}
+FORMATS = (UINT8, BFLOAT16, FLOAT16, FLOAT32) if HAS_HALF else (UINT8, BFLOAT16, FLOAT32)  # the smallest first
+NAMES = {FLOAT32: "float32", BFLOAT16: "bfloat16", FLOAT16: "float16", UINT8: "uint8"}
 LARGEST = 255.0  # number of units
 UPPER = int(sys.byteorder == "little")  # half of a number
 
 
-def format_of(weight: torch.Tensor, rows: int | None = None) -> int:
-    """Return the smallest format that holds a float32 matrix, or so many rows of it."""
-    values = weight.detach().numpy()
-    values = values[:: max(len(values) // rows, 1)] if rows else values
-    if values.shape[1] % GROUP == 0 and fits_uint8(values):
-        return UINT8
-    return BFLOAT16 if fits_bfloat16(values.view(np.uint32)) else FLOAT32
+def format_of(weights: Seq[torch.Tensor], rows: int = 0) -> int:
+    """Return the smallest format that holds some float32 matrices, or about `rows` rows of each."""
+    parts = [weight[:: max(len(weight) // rows, 1)] if rows else weight for weight in weights]
+    return next(kind for kind in FORMATS if all(fits(part, kind) for part in parts))
+
+
+def fits(weight: torch.Tensor, kind: int) -> bool:
+    """Whether a format holds a float32 matrix without loss."""
+    values: Any = weight.detach().numpy()
+    if kind == UINT8:
+        return values.shape[1] % GROUP == 0 and bool(fits_uint8(values))
+    if kind == BFLOAT16:
+        return bool(fits_bfloat16(values.view(np.uint32)))
+    return kind == FLOAT32 or torch.equal(weight.half().float(), weight)
 
 
 def packed_size(weight: torch.Tensor, kind: int) -> int:
@@ -45,12 +53,13 @@ def write_panels(weight: torch.Tensor, kind: int, to: Bytes) -> bool:
     values: Any = weight.detach().numpy()
     if kind == UINT8:
         return bool(write_uint8(values, to.view(np.float32), to))
+    if not fits(weight, kind):
+        return False
     if kind == FLOAT32:
         write_in_order(values, to.view(np.float32))
-        return True
-    if not fits_bfloat16(values.view(np.uint32)):
-        return False
-    write_in_order(values.view(np.uint16)[:, UPPER::2], to.view(np.uint16))
+    else:
+        halves = weight.detach().half().numpy() if kind == FLOAT16 else values.view(np.uint16)[:, UPPER::2]
+        write_in_order(halves.view(np.uint16), to.view(np.uint16))
     return True
 
 
@@ -59,7 +68,7 @@ def panel_size(kind, length):  # type: ignore[no-untyped-def]
     """Return the bytes of a panel."""
     if kind == UINT8:
         return length // GROUP * GROUP_BYTES
-    return length * LANES * (2 if kind == BFLOAT16 else 4)
+    return length * LANES * (4 if kind == FLOAT32 else 2)
 
 
 @jit

@@ -8,6 +8,7 @@ same order for every format and every number of rows, so the result of a row dep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -33,6 +34,7 @@ from lookfar.kernels.cpu.vectors import (
 # How the weights of a panel, 16 columns, lie in memory.
 FLOAT32 = 0  # [k][16]
 BFLOAT16 = 1  # [k][16] the upper halves of the numbers
+FLOAT16 = 3  # [k][16]
 UINT8 = 2  # for each group of k: [16] offsets, [16] units, [k of the group][16] numbers of units beyond the offset
 GROUP = 32  # values of a column that share offset and unit, as in GGUF files
 GROUP_BYTES = LANES * (4 + 4 + GROUP)
@@ -40,6 +42,7 @@ AHEAD = 4096  # bytes of weights that are fetched ahead
 
 # Takes k, the weights there, and the sums before it; returns those after it.
 Body = Callable[[Any, Any, Seq[Any]], Seq[Any]]
+Widen = Callable[[Any, Any], Any]
 
 
 def _tile(weights: Callable[[Any, Any, Any, Seq[Any], Body], Seq[Any]], strided: bool = False) -> Any:
@@ -121,17 +124,26 @@ def _of_float32(fetch: bool) -> Any:
     return weights
 
 
-def _of_bfloat16(builder: Any, where: Any, length: Any, start: Seq[Any], body: Body) -> Seq[Any]:
+def _of_halves(builder: Any, where: Any, length: Any, start: Seq[Any], body: Body, widen: Widen) -> Seq[Any]:
+    """Read weights of two bytes, which `widen` turns into float32."""
     w, _ = where
 
     def one(k: Any, sums: Seq[Any]) -> Seq[Any]:
         place = builder.mul(k, LONG(2 * LANES))
         prefetch(builder, w, place, AHEAD)
         halves = load_at(builder, w, place, ir.VectorType(SHORT, LANES))
-        bits = builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * LANES))
-        return body(k, builder.bitcast(bits, VECTOR), sums)
+        return body(k, widen(builder, halves), sums)
 
     return loop(builder, length, start, one)
+
+
+def _widen_bfloat16(builder: Any, halves: Any) -> Any:
+    bits = builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * LANES))
+    return builder.bitcast(bits, VECTOR)
+
+
+def _widen_float16(builder: Any, halves: Any) -> Any:
+    return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
 
 
 def _of_uint8(builder: Any, where: Any, length: Any, start: Seq[Any], body: Body) -> Seq[Any]:
@@ -156,4 +168,6 @@ def _of_uint8(builder: Any, where: Any, length: Any, start: Seq[Any], body: Body
 
 
 tile, tile_strided = _tile(_of_float32(True)), _tile(_of_float32(False), strided=True)
-tile_bfloat16, tile_uint8 = _tile(_of_bfloat16), _tile(_of_uint8)
+tile_bfloat16 = _tile(partial(_of_halves, widen=_widen_bfloat16))
+tile_float16 = _tile(partial(_of_halves, widen=_widen_float16))
+tile_uint8 = _tile(_of_uint8)

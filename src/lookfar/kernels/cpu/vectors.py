@@ -17,6 +17,7 @@ from lookfar.kernels.cpu.llvm import BYTE, FLOAT, INT, IS_ARM, LONG, external, i
 
 LANES = 16
 FEATURES = llvmlite.binding.get_host_cpu_features()
+HAS_HALF = IS_ARM or bool(FEATURES.get("f16c"))  # reads float16
 HAS_FMA = IS_ARM or bool(FEATURES.get("fma"))  # otherwise every product would be a call of the C library
 # The rows of a tile: their sums and one vector of weights fit into the registers.
 WIDE = bool(FEATURES.get("avx512f"))
