@@ -2,7 +2,8 @@
 
     python benchmarks/cpu_rows.py [layers] [steps] [batches]
 
-Steps of torch with packed weights and without, and compiled steps; steps of batches, by torch and compiled.
+Steps of torch with packed weights and without, and compiled steps, also with all weights in float32; steps of batches,
+by torch and compiled.
 
 Weights of 160 MB in layers of one shape, so that they come from memory as in a model. Milliseconds, medians. Prints
 tables and one JSON line. Bounded by memory bandwidth for few rows, by arithmetic for many. Variants are not measured in
@@ -19,6 +20,7 @@ from dataclasses import replace
 from statistics import median
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -34,7 +36,7 @@ from lookfar.kernels.cpu.blocks import multiply
 from lookfar.kernels.cpu.formats import FORMATS, NAMES, packed_size, write_panels
 from lookfar.kernels.cpu.layout import padded
 from lookfar.kernels.cpu.team import run_together
-from lookfar.kernels.cpu.tiles import BFLOAT16, FLOAT16, UINT8
+from lookfar.kernels.cpu.tiles import BFLOAT16, FLOAT16, FLOAT32, UINT8
 from lookfar.models.binding import BoundModel
 from lookfar.models.packed_matrix import aligned
 from lookfar.models.self_check import taken_slots
@@ -44,7 +46,7 @@ from lookfar.runners.compiled_cpu import CompiledRunner
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 BATCHES, BATCH_ROWS = (1, 4, 8), (1, 2, 4, 8, 16, 32, 64, 128)
 SHAPES = {"1536×576": (1536, 576, 45), "49152×576": (49152, 576, 1)}
-WAYS = ("torch", "torch, packed", "compiled")
+WAYS = ("torch", "torch, packed", "compiled, float32", "compiled")
 reorder, linear = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
 
 
@@ -110,6 +112,8 @@ def runners(lm: lookfar.LM) -> dict[str, CompiledRunner]:
     """Return the ways to run steps."""
     found = {name: CompiledRunner(BoundModel(lm.model, pack=name != "torch")) for name in WAYS}
     found["torch, packed"].model.refuse_compiled("to measure torch")
+    with patch("lookfar.models.packed_matrix.format_of", lambda *_: FLOAT32):
+        found["compiled, float32"].model.pack()
     return found
 
 
@@ -167,7 +171,7 @@ def show_steps(out: Console) -> dict[str, Any]:
 
 def show_batches(out: Console) -> dict[str, Any]:
     ways = runners(lookfar.load("demo", device="cpu", dtype="float32"))
-    del ways["torch"]
+    del ways["torch"], ways["compiled, float32"]
     report: dict[str, Any] = {}
     for batch in BATCHES:
         found = {rows: batch_costs(ways, batch, rows) for rows in BATCH_ROWS if rows >= batch}

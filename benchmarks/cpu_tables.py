@@ -162,7 +162,7 @@ def cpu_layers() -> str:
     found = report("cpu_rows")
     shapes = [found[shape] for shape in found if "×" in shape]
     names = {"packed for 1 row": "packed for one row", "packed for 8 rows": "packed for eight rows"}
-    names["compiled"] = "compiled steps"
+    names |= {name: name for name in shapes[0]["1"] if name.startswith("compiled")}
 
     def line(rows: str) -> list[str]:
         return [rows, *(" · ".join(f"{of[rows][name]:.1f}" for of in shapes) for name in shapes[0][rows])]
@@ -173,7 +173,11 @@ def cpu_layers() -> str:
 
 def cpu_steps() -> str:
     steps = report("cpu_rows")["step"]
-    ways = zip(("torch", "torch, packed", "compiled"), zip(*steps.values(), strict=True), strict=True)
+    ways = zip(
+        ("torch", "torch, packed", "compiled, float32 weights", "compiled"),
+        zip(*steps.values(), strict=True),
+        strict=True,
+    )
     return table(("rows", *steps), ([way, *(f"{ms:.0f}" for ms in found)] for way, found in ways))
 
 

@@ -168,3 +168,25 @@ def test_a_batch_tries_to_do_without_whatever_is_expected() -> None:
         speculates = controller.decide(0.1)
         controller.learn(speculates, 13 if speculates else 8, 3.5 if speculates else 1.8)
     assert not controller.speculating
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 1.05, 1.3])
+def test_drafting_rests_where_no_draft_is_worth_its_row(slowdown: float) -> None:
+    controller, speculated = SpeculationController(), []
+    for _ in range(4000):
+        speculated.append(controller.decide(1.0))
+        controller.learn(speculated[-1], 1.0, slowdown if speculated[-1] else 1.0, 1.0, drafted=False)
+    lost = (slowdown - 1) * sum(speculated) / len(speculated)
+    assert lost < 0.012
+    assert sum(speculated[2000:]) >= 8  # it goes on looking
+
+
+def test_drafting_goes_on_when_there_is_something_to_draft_again() -> None:
+    controller, speculated = SpeculationController(), []
+    for step in range(1200):
+        predictable = step >= 600
+        speculated.append(controller.decide(1.0))
+        drafted = speculated[-1] and predictable
+        controller.learn(speculated[-1], 3.0 if drafted else 1.0, 1.4 if drafted else 1.05, 1.0, drafted)
+    assert sum(speculated[:600]) < 200
+    assert sum(speculated[700:]) > 450

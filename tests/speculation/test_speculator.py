@@ -303,7 +303,18 @@ def test_prefills_teach_the_controller_nothing() -> None:
     seen = rows_of(engine, [automatic(PROMPTS[4])])
     assert len(PROMPTS[4]) > 8
     assert len(learned) == len(seen) - 2  # the first one also prefilled, and none follows the last
-    assert all(tokens >= 1 and seconds > 0 and cost > 0 for _, tokens, seconds, cost in learned)
+    assert all(tokens >= 1 and seconds > 0 and cost > 0 for _, tokens, seconds, cost, _ in learned)
+
+
+def test_prompts_of_a_batch_that_does_not_speculate_are_not_predicted() -> None:
+    predicted = {}
+    for speculating in (True, False):
+        engine = eager_engine(model_of("llama"), costs=flat(), prefill_chunk=512)
+        controller = engine.speculator.controllers["2"] = SpeculationController(2)
+        controller.speculating, controller._must_try, controller._wait = speculating, False, 1 << 30
+        seen = rows_of(engine, [automatic(PROMPTS[4]), automatic(PROMPTS[1])])
+        predicted[speculating] = sum(rows.predict for rows in seen if len(rows.pending) > 1)
+    assert predicted[True] > predicted[False] == 0
 
 
 def test_windows_that_bring_nothing_are_left_out_and_tried_again() -> None:

@@ -11,10 +11,9 @@ from torch import nn
 from lookfar.core.arrays import Ints
 from lookfar.kernels.cpu import layout
 from lookfar.kernels.cpu.formats import NAMES
-from lookfar.kernels.cpu.tiles import FLOAT32
 from lookfar.models.compiled_families import MATRICES, VECTORS, linears
 from lookfar.models.masks import LayerKind
-from lookfar.models.packed_matrix import PackedMatrix, grouped, pack_matrices, size_of
+from lookfar.models.packed_matrix import PackedMatrix, choose_formats, grouped, pack_matrices, size_of
 from lookfar.models.weight_changes import WeightState, version_of
 
 
@@ -62,10 +61,10 @@ class PackedDecoder:
 
     @property
     def nbytes(self) -> int:
-        """The memory that the packed copies take, or may take."""
+        """The memory that the packed copies take, or will take as far as some of their rows tell."""
         if self._matrices:
             return sum(len(matrix.memory) for matrix in self._matrices)
-        return size_of(self.layers, FLOAT32)
+        return sum(size_of(group, kind) for group, kind in choose_formats(self.layers))
 
     @property
     def formats(self) -> dict[str, int]:

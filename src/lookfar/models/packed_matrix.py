@@ -43,12 +43,16 @@ class PackedMatrix:
 
 def pack_matrices(layers: Seq[nn.Linear]) -> list[PackedMatrix]:
     """Choose the formats of all matrices of a decoder, and give them one piece of memory, which is not written yet."""
-    groups = grouped(layers)
-    kinds = [format_of([layer.weight for layer in group], SAMPLED_ROWS) for group in groups]
-    ends = np.cumsum([size_of(group, kind) for group, kind in zip(groups, kinds, strict=True)])
+    chosen = choose_formats(layers)
+    ends = np.cumsum([size_of(group, kind) for group, kind in chosen])
     memory = aligned(int(ends[-1]))
-    parts = np.split(memory, ends[:-1])
-    return [PackedMatrix(*found) for found in zip(groups, kinds, parts, strict=True)]
+    return [PackedMatrix(*one, part) for one, part in zip(chosen, np.split(memory, ends[:-1]), strict=True)]
+
+
+def choose_formats(layers: Seq[nn.Linear]) -> list[tuple[list[nn.Linear], int]]:
+    """Return the layers of each matrix and the format that some of their rows fit."""
+    groups = grouped(layers)
+    return [(group, format_of([layer.weight.detach() for layer in group], SAMPLED_ROWS)) for group in groups]
 
 
 def grouped(layers: Seq[nn.Linear]) -> list[list[nn.Linear]]:

@@ -28,6 +28,7 @@ OUTLIER = 3.0  # times the median: what a single step counts as at the most
 CLEARLY_SLOWER = 0.8  # of the other rate
 REGRET = 0.01  # of the time may be lost to trials
 MIN_INTERVAL, MAX_INTERVAL = 16, 4096  # steps until the other mode is tried again
+IDLE_STEPS = 16  # speculative steps in a row without a draft, after which drafting rests
 NEXT_REQUEST = 32  # steps after which the next request tries speculation, if the one before did without
 
 
@@ -115,6 +116,7 @@ class SpeculationController:
         self._since = 0  # steps since the last trial
         self._trial = 0  # steps left of a trial of the other mode
         self._after = 0  # steps of the usual mode until the trial is judged
+        self._idle = 0  # the last speculative steps without a draft worth its row
         self._tried = False  # whether steps without speculation were tried for this request
         self._alone = requests == 1
         # The cost of steps is measured with one request, so the expected rate of a batch is not to be relied on.
@@ -153,11 +155,16 @@ class SpeculationController:
         speculative, base = self._rates[True].per_cost, self._rates[False].per_cost
         return speculative / (base * self._slowdown.value) if speculative and base else 1.0
 
-    def learn(self, speculated: bool, tokens: float, seconds: float, cost: float = 1.0) -> None:
-        """Learn from a step: its tokens, its seconds, and the seconds that the cost curve expects of it."""
+    def learn(self, speculated: bool, tokens: float, seconds: float, cost: float = 1.0, drafted: bool = True) -> None:
+        """Learn from a step: its tokens, its seconds, the seconds that the cost curve expects, and if it had drafts."""
         if tokens <= 0 or seconds <= 0:  # all of its requests failed
             return
         self._rates[speculated].add(tokens, seconds, cost)
+        if speculated:
+            self._idle = 0 if drafted else self._idle + 1
+            if self._idle >= (self._early if self._trial else IDLE_STEPS):
+                self._rest()
+                return
         if self._trial:
             if speculated != self.speculating:
                 self._learn_in_trial()
@@ -194,6 +201,15 @@ class SpeculationController:
         self._interval = int(min(max(least, lost / max(REGRET * kept.seconds, 1e-9)), MAX_INTERVAL))
         self._wait, self._since = self._interval, 0
         self.speculating, self._tried = faster, True
+
+    def _rest(self) -> None:
+        """Stop drafting, because no draft is worth its row: what drafting costs is lost, which is little."""
+        if self._trial and len(self._rates[False]) == BASE_STEPS:
+            self._slowdown.learn(self._rates[True], self._rates[False])
+        lost = self._idle * (self._slowdown.value - 1)  # in steps
+        self._interval = int(min(max(NEXT_REQUEST, lost / REGRET), MAX_INTERVAL))
+        self._wait, self._since, self._trial, self._after, self._idle = self._interval, 0, 0, 0, 0
+        self.speculating, self._tried = False, True
 
     def restart(self) -> None:
         """Note that another request begins: if it is alone, what was learned from the ones before says less."""

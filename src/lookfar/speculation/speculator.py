@@ -111,8 +111,9 @@ class Speculator:
         if step.prefills or max(batch.chunks) > 1:  # outside of prefills, a chunk is all that is pending
             # Captured steps compute the logits of all rows. Elsewhere those of prompt rows take time from every request
             sharing = 1 if limits.captured else len(requests)
+            teaches = step.speculates or sharing == 1
             chunks = zip(requests, batch.chunks, strict=True)
-            rows = [plan_pending(request, chunk, sharing) for request, chunk in chunks]
+            rows = [plan_pending(request, chunk, sharing if teaches else 0) for request, chunk in chunks]
             lengths, num_prefilling = list(map(len, rows)), sum(not one.complete for one in rows)
         drafts = step.speculates and not (step.prefills and limits.recurrent)  # or a rejected draft repeats the chunk
         if drafts and facts.drafting:
@@ -233,7 +234,8 @@ class Speculator:
             return
         assert self.costs is not None
         cost = float(self.costs.table(step.result.num_rows)[step.result.num_rows])
-        step.controller.learn(step.speculates, step.weighted_tokens, now - step.batch.started, cost)
+        drafted = step.plan is not None and sum(step.plan.lengths) > sum(step.plan.num_pending)
+        step.controller.learn(step.speculates, step.weighted_tokens, now - step.batch.started, cost, drafted)
         if step.speculates and step.plan is not None:
             step.controller.host.learn(sum(step.plan.lengths), step.batch.host_seconds)
 
@@ -259,12 +261,12 @@ def make_plan(
 def plan_pending(request: SpeculatedRequest, chunk: int, sharing: int) -> RequestPlan:
     """Plan the pending tokens of a request: a chunk of its prompt, or all of them, at the least the last token.
 
-    `sharing` requests share the rows whose predictions drafters get.
+    `sharing` requests share the rows whose predictions drafters get; 0: there are none.
     """
     start = request.first_pending
     pending = np.array(request.ids[start : start + chunk], dtype=np.int64)
     predict = 0
-    if request.speculation.wants_predictions:
+    if request.speculation.wants_predictions and sharing:
         predict = 1
     if predict and request.is_prefilling:
         predict = max(start + len(pending) - max(request.predicted_from(sharing), start), 0)
