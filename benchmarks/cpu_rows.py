@@ -16,6 +16,7 @@ import argparse
 import json
 import platform
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
@@ -31,6 +32,7 @@ import lookfar
 from lookfar.core.arrays import Floats
 from lookfar.core.jit import jit
 from lookfar.core.plan import StepPlan
+from lookfar.core.torch_threads import one_torch_thread
 from lookfar.engine.costs import MEASURED_LENGTH, measure_steps, own_cache, tree_plan
 from lookfar.kernels.cpu.blocks import multiply
 from lookfar.kernels.cpu.formats import FORMATS, NAMES, packed_size, write_panels
@@ -138,13 +140,14 @@ def batch_costs(ways: dict[str, CompiledRunner], batch: int, rows: int) -> dict[
     times: dict[str, list[float]] = {}
     for name, runner in ways.items():
         cache = taken_slots(batch, MEASURED_LENGTH)
-        for turn in range(9):
-            for even in (True, False):
-                plan = batch_plan(batch, rows, runner.model.vocab_size, even)
-                start = perf_counter()
-                runner.launch(plan, cache).result()
-                key = f"{name}, {'even' if even else 'uneven'}"
-                times.setdefault(key, []).extend([1e3 * (perf_counter() - start)] * (turn > 0))
+        with one_torch_thread() if runner.limits.own_threads else nullcontext():  # as in the engine
+            for turn in range(9):
+                for even in (True, False):
+                    plan = batch_plan(batch, rows, runner.model.vocab_size, even)
+                    start = perf_counter()
+                    runner.launch(plan, cache).result()
+                    key = f"{name}, {'even' if even else 'uneven'}"
+                    times.setdefault(key, []).extend([1e3 * (perf_counter() - start)] * (turn > 0))
     return {name: median(found) for name, found in times.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import torch
 from lookfar.core.cache_dir import cache_dir
 from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.progress import progress_bar
+from lookfar.core.torch_threads import one_torch_thread
 from lookfar.core.tree import DraftTree
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.retrieval.recycle_table import TOP_K
@@ -77,7 +78,10 @@ def own_cache(runner: ModelRunner, length: int) -> SlotKVCache:
 
 @contextmanager
 def sample_step(runner: ModelRunner, cache: SlotKVCache, context: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that runs a step of so many rows, on each rank, after a context, as a tree or as a chain."""
+    """Yield a function that runs a step of so many rows, on each rank, after a context, as a tree or as a chain.
+
+    As in the engine, threads of torch do not compete with those of the runner.
+    """
     vocab_size, handle = runner.model.vocab_size, cache.allocate()[0]
     shape = chain_plan if runner.limits.chain else partial(tree_plan, ranks=runner.limits.ranks)
     if runner.limits.recurrent:
@@ -87,7 +91,8 @@ def sample_step(runner: ModelRunner, cache: SlotKVCache, context: int) -> Iterat
         runner.launch(shape(rows, context, vocab_size, handle), cache).result()
 
     try:
-        yield step
+        with one_torch_thread() if runner.limits.own_threads else nullcontext():
+            yield step
     finally:
         cache.free(handle)
 

@@ -28,6 +28,7 @@ OUTLIER = 3.0  # times the median: what a single step counts as at the most
 CLEARLY_SLOWER = 0.8  # of the other rate
 REGRET = 0.01  # of the time may be lost to trials
 MIN_INTERVAL, MAX_INTERVAL = 16, 4096  # steps until the other mode is tried again
+BATCH_GAIN = 1.05  # that a batch has to gain: its last requests gain less than the others
 IDLE_STEPS = 16  # speculative steps in a row without a draft, after which drafting rests
 NEXT_REQUEST = 32  # steps after which the next request tries speculation, if the one before did without
 
@@ -119,6 +120,7 @@ class SpeculationController:
         self._idle = 0  # the last speculative steps without a draft worth its row
         self._tried = False  # whether steps without speculation were tried for this request
         self._alone = requests == 1
+        self._least = 1.0 if self._alone else BATCH_GAIN  # speed-up by which speculation stays on
         # The cost of steps is measured with one request, so the expected rate of a batch is not to be relied on.
         self._must_try = requests > 1 and self.speculating
 
@@ -140,7 +142,7 @@ class SpeculationController:
         enough = self.speculating and not self._tried and self._wait % self._early == 0 and len(rate) >= self._early
         if enough and rate.value < CLEARLY_SLOWER * base_rate:
             return True
-        if self.speculating and self._since >= MIN_INTERVAL and rate.is_full and self._speed_up < 1:
+        if self.speculating and self._since >= MIN_INTERVAL and rate.is_full and self._speed_up < self._least:
             return True  # other texts, perhaps
         if self._wait > 0:
             return False
@@ -194,7 +196,7 @@ class SpeculationController:
         """Keep the faster mode after a trial."""
         self._slowdown.learn(self._rates[True], self._rates[False])
         speed_up = self._speed_up
-        faster = speed_up >= 1
+        faster = speed_up >= self._least
         kept, other = self._rates[faster], self._rates[not faster]
         lost = len(other) * other.seconds * (1 - min(speed_up, 1 / speed_up))
         least = 2 * self._interval if faster == self.speculating else MIN_INTERVAL
