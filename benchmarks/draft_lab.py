@@ -37,9 +37,9 @@ from row_memo import MemoRunner, RowMemo
 import lookfar
 from lookfar.bench.plots import Axes, lines
 from lookfar.engine.stats import Stats, add_up, is_natural
+from lookfar.speculation.candidates import COUNT, FIRST, TOKEN
 from lookfar.speculation.draft_state import DraftState
 from lookfar.speculation.drafting import DraftedGroup
-from lookfar.speculation.tree_builder import COUNT, FIRST, TOKEN
 
 BINS = 20
 SPLITS = {"dev": 0, "held out": 1}

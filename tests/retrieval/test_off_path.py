@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lookfar.core.jit import jit
 from lookfar.retrieval.off_path import (
     CLASSES,
     KINDS,
@@ -21,9 +22,14 @@ TOP_IDS = np.array([[10, 11], [20, 21], [22, 23], [30, 31]], np.int32)  # after 
 TOP_LOGITS = np.log(np.array([[0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.8, 0.2]], np.float32))
 
 
+@jit
+def merge_tree(merged, tree, top, last):  # type: ignore[no-untyped-def]
+    merge_off_path(merged, tree, top, (1, last), new_merge_room(tree.shape[1]))
+
+
 def merge(last: int, tree: np.ndarray = TREE) -> np.ndarray:
     merged = np.full((2, POSITIONS, PER_POSITION), 7, np.int32)
-    merge_off_path(merged, tree, (TOP_IDS, TOP_LOGITS), (1, last), tuple(new_merge_room.py_func()))
+    merge_tree(merged, tree, (TOP_IDS, TOP_LOGITS), last)
     return merged
 
 
@@ -65,5 +71,5 @@ def test_unlikely_paths_do_not_count() -> None:
 def test_broken_logits_do_no_harm(value: float) -> None:
     merged = np.zeros((2, POSITIONS, PER_POSITION), np.int32)
     logits = np.full_like(TOP_LOGITS, value)
-    merge_off_path(merged, TREE, (TOP_IDS, logits), (1, -1), tuple(new_merge_room.py_func()))
+    merge_tree(merged, TREE, (TOP_IDS, logits), -1)
     assert set(merged[TOKENS].ravel().tolist()) <= {0, *TOP_IDS.ravel().tolist()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -17,10 +18,15 @@ from transformers import (
 import lookfar
 from families import DEVICE, tiny_model
 from helpers import random_prompts
+from lookfar.core.plan import RequestPlan, StepPlan
+from lookfar.core.tree import DraftTree
+from lookfar.engine.verify import take_sampled
 from lookfar.errors import RequestError
 from lookfar.kernels.sampling import sample
+from lookfar.runners.cuda_graph.graph_sampler import set_noise_addresses
+from lookfar.sampling.noise import RandomStream, SamplingNoise
 from lookfar.sampling.processors import processors_key
-from lookfar.sampling.sampler import NO_TOKEN, Sampler, noisy_probabilities, process_rows
+from lookfar.sampling.sampler import NO_TOKEN, Sampler, SamplingParams, noisy_probabilities, process_rows
 
 PROCESSORS = {
     "none": LogitsProcessorList(),
@@ -48,6 +54,38 @@ def test_scores_without_a_number_are_told() -> None:
     noise = torch.ones(100, device=DEVICE)
     sampled = sample(logits, torch.tensor([noise.data_ptr()] * 2, device=DEVICE))
     assert sampled.tolist() == [int(logits[0].argmax()), NO_TOKEN]
+
+
+def test_rows_find_the_noise_of_their_positions() -> None:
+    """A prefill chunk, a tree behind pending tokens, a request that does not sample, and one without drafts."""
+    noise = SamplingNoise(4, torch.device("cpu"), torch.Generator().manual_seed(3))
+    samplers = [Sampler(SamplingParams(random=RandomStream(noise, row)), []) for row in range(4)]
+    samplers[1].append([5, 6])
+    tree = DraftTree.from_paths([[1, 2, 3], [1, 4], [7]])
+    plan = StepPlan(
+        [
+            RequestPlan(np.zeros(3, np.int64), 0, complete=False, sampler=samplers[0]),
+            RequestPlan(np.zeros(2, np.int64), 9, tree=tree, sampler=samplers[1]),
+            RequestPlan(np.zeros(1, np.int64), 4, tree=tree),
+            RequestPlan(np.zeros(1, np.int64), 4, sampler=samplers[3]),
+        ]
+    )
+    addresses = np.full(18, 77, np.int64)
+    kept = set_noise_addresses(addresses, plan, width=50)
+    found = [int(address) for address in addresses]
+    of_row = lambda row, position: noise.at(position, row, 50).data_ptr()  # noqa: E731
+    expected = [0] * 3 + [0, *(of_row(1, 2 + depth) for depth in (0, *tree.depths.tolist()))] + [0] * 6
+    assert found == [*expected, of_row(3, 0), 0]
+    assert {tensor.data_ptr() for tensor in kept} == {noise.at(position, 0, 50).data_ptr() for position in (0, 2, 3, 4, 5)}
+
+
+def test_sampled_tokens_are_taken_for_requests_that_sample() -> None:
+    tree = DraftTree.from_paths([[1, 2]])
+    rows = [RequestPlan(np.zeros(2, np.int64), 0, tree=tree), RequestPlan(np.zeros(1, np.int64), 0, tree=tree)]
+    plan = StepPlan([*rows, RequestPlan(np.zeros(2, np.int64), 0, complete=False)])
+    choices = np.arange(9)
+    take_sampled(choices, 100 + np.arange(9), np.array([0, 4, 7]), plan.flat.about, np.array([True, False, True]))
+    assert choices.tolist() == [0, 101, 102, 103, 4, 5, 6, 7, 8]
 
 
 def test_processors_that_do_the_same_are_one() -> None:

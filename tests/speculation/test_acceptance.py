@@ -7,16 +7,9 @@ import pytest
 
 from lookfar.retrieval.recycle_table import NO_RECYCLING
 from lookfar.speculation.acceptance import AcceptanceModel, initial_weights
+from lookfar.speculation.candidates import BuildLimits, Candidates, DraftArrays, NoiseArrays, RootArrays
 from lookfar.speculation.proposals import no_off_path
-from lookfar.speculation.tree_builder import (
-    BuildInputs,
-    BuildLimits,
-    Candidates,
-    DraftArrays,
-    NoiseArrays,
-    RootArrays,
-    build_candidates,
-)
+from lookfar.speculation.tree_builder import BuildInputs, build_candidates
 
 
 def build(draft: list[int], score: int, acceptance: AcceptanceModel) -> Candidates:

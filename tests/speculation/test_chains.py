@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from lookfar.core.arrays import Floats
+from lookfar.speculation.candidates import COLUMNS, DEPTH, OWNER, PARENT
 from lookfar.speculation.chains import MAX_PENDING, Chains, ReplayCost, StepWidth, find_chains, path_to
 from lookfar.speculation.row_budget import BudgetKind
-from lookfar.speculation.tree_builder import COLUMNS, DEPTH, OWNER, PARENT
 
 FLAT = np.ones(65, np.float32)  # seconds by rows: they cost nothing
 STEEP = np.arange(65, dtype=np.float32)

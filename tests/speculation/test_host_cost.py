@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lookfar.speculation.host_cost import ROWS_SHARE, HostCost
+from lookfar.speculation.host_cost import ALONE_SHARE, ROWS_SHARE, HostCost
 
 
 def test_both_parts_are_found_in_noisy_steps() -> None:
@@ -30,11 +30,15 @@ def test_a_share_is_for_rows_where_steps_do_not_tell() -> None:
     assert cost.fixed > 0.0
 
 
-def test_one_request_alone_pays_the_same_for_any_number_of_rows() -> None:
-    cost = HostCost(alone=True)
-    for step in range(100):
-        cost.learn(10 + 40 * (step % 2), 50e-6 + 20e-6 * (step % 2))
-    assert cost.table(60)[1] == cost.table(60)[60] == pytest.approx(60e-6, rel=0.05)
+def test_one_request_alone_pays_mostly_for_calls() -> None:
+    cost, random = HostCost(alone=True), np.random.default_rng(0)
+    for _ in range(50):
+        cost.learn(16, 290e-6)
+    assert 16 * cost.per_row == pytest.approx(ALONE_SHARE * 290e-6)
+    for _ in range(300):
+        rows = int(random.integers(8, 128))
+        cost.learn(rows, (235e-6 + 3e-6 * rows) * random.uniform(0.9, 1.1))
+    assert cost.per_row == pytest.approx(3e-6, rel=0.25)
 
 
 def test_a_faster_host_is_followed() -> None:

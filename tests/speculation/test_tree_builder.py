@@ -10,22 +10,21 @@ from hypothesis import given, settings, strategies as st
 
 from lookfar.retrieval.recycle_table import NO_RECYCLING, RecycleTable
 from lookfar.speculation.acceptance import AcceptanceModel
-from lookfar.speculation.proposals import no_off_path
-from lookfar.speculation.tree_builder import (
+from lookfar.speculation.candidates import (
     DEPTH,
     NUM_SOURCES,
     OWNER,
     PARENT,
     TOKEN,
     TOP_SOURCE,
-    BuildInputs,
     BuildLimits,
     Candidates,
     DraftArrays,
     NoiseArrays,
     RootArrays,
-    build_candidates,
 )
+from lookfar.speculation.proposals import no_off_path
+from lookfar.speculation.tree_builder import BuildInputs, build_candidates
 
 SOURCES = ("suffix", "trie")
 drafts = st.lists(

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import numba
 import numpy as np
 from numba import types
 from numba.extending import intrinsic
+from numba.np import arrayobj
 
 from lookfar.core.jit import inline_jit
-
-carray: Any = vars(numba)["carray"]
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
@@ -24,38 +22,42 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
     return int(array.ctypes.data)
 
 
-def _pointer_to(typing_context, address, kind):  # type: ignore[no-untyped-def]
-    """Return an address as a pointer to a kind of numbers."""
+def _array_at(typing_context, address, shape, kind):  # type: ignore[no-untyped-def]
+    """Return the numbers at an address as an array: `numba.carray`, which a `borrowing_jit` function cannot call."""
+    dimensions = len(shape) if isinstance(shape, types.BaseTuple) else 1
+    array: Any = vars(types)["Array"](kind.dtype, dimensions, "C")
+    pointer: Any = vars(types)["CPointer"](kind.dtype)
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+        start = builder.inttoptr(arguments[0], context.get_value_type(pointer))
+        return np_cfarray(context, builder, array(pointer, shape), (start, arguments[1]))
 
-    pointer = types.CPointer(kind.dtype)  # type: ignore[no-untyped-call]
-    return pointer(types.int64, kind), generate
+    return array(types.int64, shape, kind), generate
 
 
-pointer_to = cast("Any", intrinsic(_pointer_to))
+np_cfarray: Any = vars(arrayobj)["np_cfarray"]
+array_at = cast("Any", intrinsic(_array_at))
 
 
 @inline_jit
-def ints_at(address, count):  # type: ignore[no-untyped-def]
+def ints_at(address, shape):  # type: ignore[no-untyped-def]
     """Return the 32-bit integers at an address."""
-    return carray(pointer_to(address, np.int32), count)
+    return array_at(address, shape, np.int32)
 
 
 @inline_jit
-def longs_at(address, count):  # type: ignore[no-untyped-def]
+def longs_at(address, shape):  # type: ignore[no-untyped-def]
     """Return the 64-bit integers at an address."""
-    return carray(pointer_to(address, np.int64), count)
+    return array_at(address, shape, np.int64)
 
 
 @inline_jit
-def floats_at(address, count):  # type: ignore[no-untyped-def]
+def floats_at(address, shape):  # type: ignore[no-untyped-def]
     """Return the 32-bit floating-point numbers at an address."""
-    return carray(pointer_to(address, np.float32), count)
+    return array_at(address, shape, np.float32)
 
 
 @inline_jit
-def bytes_at(address, count):  # type: ignore[no-untyped-def]
+def bytes_at(address, shape):  # type: ignore[no-untyped-def]
     """Return the bytes at an address."""
-    return carray(pointer_to(address, np.uint8), count)
+    return array_at(address, shape, np.uint8)

@@ -35,7 +35,7 @@ class DecodingRequests:
         self.plans = plans  # of any step of the requests
         self.handles = [rows.kv for rows in plans]
         self.num_pending, self.complete = [1] * len(plans), [True] * len(plans)
-        self.samplers = [rows.sampler for rows in plans if rows.sampler is not None]
+        self.samplers = {place: rows.sampler for place, rows in enumerate(plans) if rows.sampler is not None}
         self.has_embeds = any(rows.embeds is not None for rows in plans)
         self.position_offsets: Ints = np.array([rows.position_offset for rows in plans], np.int64)
         self.no_trees = DraftTrees(NO_TREE.columns, NO_TREE.scores, [0] * (len(plans) + 1))

@@ -32,6 +32,16 @@ def jit(function: Callable[..., Any], nogil: bool = False) -> Callable[..., Any]
     return cast("Callable[..., Any]", compiled)
 
 
+def borrowing_jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that makes no arrays, for the loops of compiled callers.
+
+    It does not count references, which other compiled code does for every array, row and slice that it looks at.
+    """
+    without_counts: Any = {"_nrt": False}
+    compiled: Callable[..., Any] = njit(**without_counts)(function)
+    return compiled
+
+
 def inline_jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function into its callers.
 

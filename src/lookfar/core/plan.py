@@ -68,8 +68,8 @@ class RowSampler(Protocol):
     def device(self) -> Any:
         """The device of the sampling noise."""
 
-    def noise_addresses(self, depths: Int32s, width: int) -> tuple[Ints, list[Any]]:
-        """Return where in memory the noise for the token after the last one and after nodes of these depths lies.
+    def noise_addresses(self, deepest: int, width: int) -> tuple[list[int], list[Any]]:
+        """Return where the noise for the next token and those up to `deepest` tokens behind it lies in memory.
 
         Also returns what has to be kept until it is read.
         """
@@ -201,9 +201,10 @@ class StepPlan:
         return [rows.complete for rows in self.requests]
 
     @cached_property
-    def samplers(self) -> list[RowSampler]:
-        """Of the requests that choose a token and sample it."""
-        return [rows.sampler for rows in self.requests if rows.complete and rows.sampler is not None]
+    def samplers(self) -> dict[int, RowSampler]:
+        """Of the requests that choose a token and sample it, by their place."""
+        found = {place: rows.sampler for place, rows in enumerate(self.requests) if rows.complete}
+        return {place: sampler for place, sampler in found.items() if sampler is not None}
 
     @cached_property
     def has_embeds(self) -> bool:

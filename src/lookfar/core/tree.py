@@ -11,6 +11,7 @@ import numpy as np
 from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.jit import jit
 
+TOKEN, PARENT, DEPTH = range(3)  # columns of a tree that compiled code reads
 ROOT = -1  # the parent of a tree's first nodes: the last token of the text
 
 

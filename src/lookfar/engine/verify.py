@@ -73,7 +73,7 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
                     if len(request.ids) + len(tokens) >= request.max_length or not request.stop_ids.isdisjoint(tokens):
                         _end_at_limit(request, found)
                 if request.samples_by_row:
-                    check_sampled(np.array(found.tokens))
+                    check_sampled(found.tokens)
                     found.sampling_seconds = sampling.get(place, 0.0)
                 request.accept(found.tokens, found.finish_reason, now)
             except BaseException as error:
@@ -100,26 +100,35 @@ def _sample_rows(requests: Seq[RequestState], plan: StepPlan, result: StepResult
 
     Returns the seconds that it took for each request.
     """
-    seconds = {}
+    seconds: dict[int, float] = {}
+    if not any(by_row := [request.samples_by_row and request.error is None for request in requests]):
+        return seconds
+    if result.sampled is not None:
+        take_sampled(result.choices, result.sampled, result.starts, plan.flat.about, np.array(by_row))
+        return seconds
     for place, request in enumerate(requests):
-        if not request.samples_by_row or request.error is not None:
+        if not by_row[place] or not plan.complete[place]:
             continue
-        rows, sampler = plan.requests[place], request.sampler
-        if not rows.complete:
-            continue
-        started = perf_counter()
+        rows, started = plan.requests[place], perf_counter()
         first, count = int(result.starts[place]) + rows.last_row, 1 + len(rows.tree)
         try:
-            if result.sampled is not None:
-                sampled = result.sampled[first : first + count]
-            else:
-                of_request = np.arange(rows.last_row, rows.last_row + count)
-                sampled = sampler.choose_rows(rows.tree.depths, result.logits(place, of_request))
-                seconds[place] = perf_counter() - started
+            of_request = np.arange(rows.last_row, rows.last_row + count)
+            sampled = request.sampler.choose_rows(rows.tree.depths, result.logits(place, of_request))
             result.choices[first : first + count] = sampled
+            seconds[place] = perf_counter() - started
         except BaseException as error:
             request.fail(error)
     return seconds
+
+
+@jit
+def take_sampled(choices, sampled, starts, about, wanted):  # type: ignore[no-untyped-def]
+    """Choose the sampled tokens after the last token and the draft nodes of some requests."""
+    for place in range(len(about)):
+        if wanted[place] and about[place, COMPLETE]:
+            last = starts[place] + about[place, NUM_PENDING] - 1
+            for row in range(last, last + 1 + about[place, NUM_NODES]):
+                choices[row] = sampled[row]
 
 
 def _end_at_limit(request: RequestState, found: Walk) -> None:

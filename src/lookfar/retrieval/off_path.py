@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s
-from lookfar.core.jit import inline_jit, jit
+from lookfar.core.jit import inline_jit
+from lookfar.core.tree import DEPTH, PARENT, TOKEN
 
 POSITIONS = 3  # after the last token of the text
 PER_POSITION = 16  # tokens kept for each
@@ -24,9 +25,6 @@ LEAST = np.float32(1e-3)  # probability of a path, and of a token behind it, to 
 TOKENS, KINDS = range(2)  # of merged predictions: tokens, and 1 + mass * CLASSES + class; 0 for none
 ROOM = 128  # different tokens that are merged for a position
 
-# Columns of a draft tree.
-TOKEN, PARENT, DEPTH = range(3)
-
 
 class MergeRoom(NamedTuple):
     """The arrays that a merge works on."""
@@ -35,15 +33,20 @@ class MergeRoom(NamedTuple):
     scores: Floats
     sizes: Int32s  # [positions]
     masses: Floats  # [positions]
+    paths: Floats  # [nodes of a tree]
+    totals: Floats  # [1 + nodes]
 
 
 @inline_jit
-def new_merge_room():  # type: ignore[no-untyped-def]
+def new_merge_room(nodes):  # type: ignore[no-untyped-def]
+    """Return room for trees of at most so many nodes."""
     return MergeRoom(
         np.empty((POSITIONS, ROOM), np.int32),
         np.empty((POSITIONS, ROOM), np.float32),
         np.zeros(POSITIONS, np.int32),
         np.zeros(POSITIONS, np.float32),
+        np.empty(nodes, np.float32),
+        np.empty(nodes + 1, np.float32),
     )
 
 
@@ -57,14 +60,16 @@ def total_of(logits):  # type: ignore[no-untyped-def]
 
 
 @inline_jit
-def find_paths(nodes, top, first_row, last):  # type: ignore[no-untyped-def]
+def find_paths(nodes, top, first_row, last, room):  # type: ignore[no-untyped-def]
     """Return the probability of the path to each node of a tree, 1 for accepted ones, 0 for unlikely ones.
 
     `first_row` is the row of the first node, and `last` the last accepted node, -1 for none.
     """
     top_ids, top_logits = top
-    count = nodes.shape[1]
-    paths, totals = np.zeros(count, np.float32), np.zeros(count + 1, np.float32)
+    count, paths, totals = nodes.shape[1], room.paths, room.totals
+    totals[0] = 0.0
+    for node in range(count):
+        paths[node], totals[node + 1] = 0.0, 0.0
     node = last
     while node >= 0:
         paths[node] = 1.0
@@ -87,7 +92,7 @@ def find_paths(nodes, top, first_row, last):  # type: ignore[no-untyped-def]
 @inline_jit
 def add_row(room, position, top, row, path):  # type: ignore[no-untyped-def]
     """Add the predictions of a row to those of its position."""
-    tokens, scores, sizes, masses = room
+    tokens, scores, sizes, masses, _, _ = room
     top_ids, top_logits = top
     masses[position] += path
     scale = path / total_of(top_logits[row])
@@ -124,7 +129,7 @@ def keep_best(room, position, merged):  # type: ignore[no-untyped-def]
     room[2][position], room[3][position] = 0, 0.0
 
 
-@jit
+@inline_jit
 def merge_off_path(merged, nodes, top, rows, room):  # type: ignore[no-untyped-def]
     """Merge the predictions of the rows of a tree that were not accepted.
 
@@ -132,10 +137,12 @@ def merge_off_path(merged, nodes, top, rows, room):  # type: ignore[no-untyped-d
     row of its first node, and the last accepted node, -1 for none.
     """
     first_row, last = rows
-    merged[:] = 0
+    for position in range(POSITIONS):
+        for place in range(PER_POSITION):
+            merged[TOKENS, position, place], merged[KINDS, position, place] = 0, 0
     if not nodes.shape[1]:
         return
-    paths = find_paths(nodes, top, first_row, last)
+    paths = find_paths(nodes, top, first_row, last, room)
     depth = nodes[DEPTH, last] if last >= 0 else 0
     for node in range(nodes.shape[1]):
         position = nodes[DEPTH, node] - depth - 1

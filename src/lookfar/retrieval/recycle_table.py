@@ -8,7 +8,7 @@ import numpy as np
 
 from lookfar.core.addresses import address_of, floats_at, ints_at, longs_at
 from lookfar.core.arrays import Floats, Int32s, Ints
-from lookfar.core.jit import inline_jit, jit
+from lookfar.core.jit import borrowing_jit, inline_jit, jit
 from lookfar.core.plan import COMPLETE, FIRST_NODE, FIRST_PENDING, NUM_NODES, NUM_PENDING, PREDICT, FlatPlan
 from lookfar.retrieval.off_path import PER_POSITION, POSITIONS, merge_off_path, new_merge_room
 
@@ -194,9 +194,13 @@ def mark_token(arrays, token):  # type: ignore[no-untyped-def]
 @jit
 def learn_rows(arrays, plan, about, top, runner_ups):  # type: ignore[no-untyped-def]
     """Store the predictions after all rows of some requests, windows excepted, and set their runner-ups."""
+    learn_requests(arrays, plan, about, top, runner_ups, new_merge_room(plan[2].shape[1]))
+
+
+@borrowing_jit
+def learn_requests(arrays, plan, about, top, runner_ups, room):  # type: ignore[no-untyped-def]
     all_about, pending, nodes = plan
     top_ids, top_logits = top
-    room = new_merge_room()
     for i in range(len(about)):
         place, start, last, emitted, before, first = about[i]
         own = all_about[place]
@@ -240,7 +244,8 @@ def set_runner_ups(address, top_ids, top_logits, emitted):  # type: ignore[no-un
         if top_ids[k] != left_out and count < most:
             tokens[count], logits[count] = top_ids[k], top_logits[k]
             count += 1
-    tokens[count:] = -1
+    for k in range(count, SAMPLED_TOP_K - 1):
+        tokens[k] = -1
 
 
 @jit

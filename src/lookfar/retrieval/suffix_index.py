@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from lookfar.core.addresses import address_of, ints_at, longs_at
 from lookfar.core.arrays import Int32s, Ints
-from lookfar.core.jit import inline_jit, jit
+from lookfar.core.jit import borrowing_jit, inline_jit, jit
 
 END = -1  # separates two texts
 MAX_LINKS = 24  # links followed for each length
@@ -285,6 +285,16 @@ def add_and_find(addresses, lengths, new, starts, wanted, store):  # type: ignor
     continuations, about = new_matches(wanted, 2 if store[0] else 1)
     links = MAX_LINKS * max(len(lengths), len(store[1]))
     room = np.empty(links, np.int32), np.empty(links, np.int32)
+    texts = addresses, lengths, new, starts
+    count = follow(texts, wanted, store, (continuations, about), room)
+    return continuations[:count], about[:, :count]
+
+
+@borrowing_jit
+def follow(texts, wanted, store, matches, room):  # type: ignore[no-untyped-def]
+    """Append tokens and find matches, as `add_and_find` says; returns the number of matches."""
+    addresses, lengths, new, starts = texts
+    continuations, about = matches
     count = 0
     for query in range(len(addresses)):
         address = addresses[query]
@@ -294,4 +304,4 @@ def add_and_find(addresses, lengths, new, starts, wanted, store):  # type: ignor
         if store[0]:
             found = continuations, about, count, query, 1
             count = add_matches(store[0], store[1], tail_of(address), wanted[query], found, room)
-    return continuations[:count], about[:, :count]
+    return count

@@ -33,6 +33,12 @@ class KeptNoise:
 
     noise: torch.Tensor  # [requests, vocabulary]
     places: range | dict[int, int]  # by request, its place in `noise`
+    address: int  # in memory
+    row_bytes: int
+
+    @classmethod
+    def of(cls, noise: torch.Tensor, places: range | dict[int, int]) -> KeptNoise:
+        return cls(noise, places, noise.data_ptr(), noise.stride(0) * noise.element_size())
 
 
 _borrowed: WeakValueDictionary[int, SamplingNoise] = WeakValueDictionary()  # by the id of the generator
@@ -95,7 +101,14 @@ class SamplingNoise:
         """Return the noise for one position of one request, [vocabulary]."""
         self.width = width
         self._used = max(self._used, position + 1)
-        return self._find(position, row)
+        return self._noise_of(position, row)
+
+    def addresses(self, row: int, positions: range, width: int) -> tuple[list[int], list[torch.Tensor]]:
+        """Return where the noise for some positions of one request lies, and what has to be kept until it is read."""
+        self.width = width
+        self._used = max(self._used, positions.stop)
+        found = [self._find(position, row) for position in positions]
+        return [kept.address + kept.places[row] * kept.row_bytes for kept in found], [kept.noise for kept in found]
 
     def advance(self, row: int, position: int) -> None:
         """Note that a request is at `position` now; noise that no request needs any more is dropped."""
@@ -134,17 +147,22 @@ class SamplingNoise:
             return
         for position in range(max(self._copied[row], self._heads[row]), end):
             to = self._buffer[row, position % (2 * self.look_ahead)]
-            to.copy_(self._find(position, row), non_blocking=not wait)
+            to.copy_(self._noise_of(position, row), non_blocking=not wait)
         self._copied[row] = max(self._copied[row], end)
 
-    def _find(self, position: int, row: int) -> torch.Tensor:
+    def _noise_of(self, position: int, row: int) -> torch.Tensor:
         """Return the noise of one request at a position, [vocabulary]."""
+        kept = self._find(position, row)
+        return kept.noise[kept.places[row]]
+
+    def _find(self, position: int, row: int) -> KeptNoise:
+        """Return noise of a position that one request is among."""
         self._begun[row] = True
         kept = self._kept.get(position)
         if kept is None or row not in kept.places:
             kept = self._draw(position)
         self._kept.move_to_end(position)
-        return kept.noise[kept.places[row]]
+        return kept
 
     def _draw(self, position: int) -> KeptNoise:
         """Draw the noise of all requests at a position, after that of positions before it where it is new."""
@@ -156,7 +174,7 @@ class SamplingNoise:
             noise.exponential_(1, generator=self._drawing)
             if drawing == len(self._states) - 1:
                 self._states.append(self._drawing.get_state())
-            self._kept[drawing] = drawn = KeptNoise(noise, range(self.batch))
+            self._kept[drawing] = drawn = KeptNoise.of(noise, range(self.batch))
             self._kept.move_to_end(drawing)
             self._make_room()
             if drawing == position:
@@ -175,7 +193,7 @@ class SamplingNoise:
             rows = [row for row in kept.places if self._begun[row] and self._heads[row] <= position]
             if len(rows) < len(kept.noise):
                 fewer = kept.noise[[kept.places[row] for row in rows]]
-                self._kept[position] = KeptNoise(fewer, {row: place for place, row in enumerate(rows)})
+                self._kept[position] = KeptNoise.of(fewer, {row: place for place, row in enumerate(rows)})
                 excess -= kept.noise.nbytes - fewer.nbytes
         while excess > 0 and len(self._kept) > 1:
             excess -= self._kept.popitem(last=False)[1].noise.nbytes
@@ -197,6 +215,9 @@ class RandomStream:
 
     def at(self, position: int, width: int) -> torch.Tensor:
         return self.noise.at(position, self.row, width)
+
+    def addresses(self, positions: range, width: int) -> tuple[list[int], list[torch.Tensor]]:
+        return self.noise.addresses(self.row, positions, width)
 
     def advance(self, position: int) -> None:
         self.noise.advance(self.row, position)

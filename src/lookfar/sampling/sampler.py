@@ -89,13 +89,13 @@ class Sampler:
         noise = {p: self.params.random.at(p, width) for p in dict.fromkeys(positions)}
         return [noise[position] for position in positions]
 
-    def noise_addresses(self, depths: Int32s, width: int) -> tuple[Ints, list[torch.Tensor]]:
-        """Return where in memory the noise of `noise_of` lies, and what has to be kept until it is read."""
+    def noise_addresses(self, deepest: int, width: int) -> tuple[list[int], list[torch.Tensor]]:
+        """Return where the noise for the next token and those up to `deepest` tokens behind it lies in memory.
+
+        Also returns what has to be kept until it is read.
+        """
         assert self.params.random is not None
-        random, deepest = self.params.random, int(depths.max()) if len(depths) else 0
-        kept = [random.at(self.num_emitted + depth, width) for depth in range(deepest + 1)]
-        by_depth: Ints = np.array([noise.data_ptr() for noise in kept])
-        return by_depth[np.append(0, depths)], kept
+        return self.params.random.addresses(range(self.num_emitted, self.num_emitted + deepest + 1), width)
 
     def append(self, tokens: list[int]) -> None:
         """Move on past emitted tokens."""
@@ -158,9 +158,9 @@ def pick(scores: torch.Tensor, noise: torch.Tensor | None) -> Ints:
     return sampled
 
 
-def check_sampled(tokens: Ints) -> None:
+def check_sampled(tokens: Ints | Seq[int]) -> None:
     """Refuse samples of scores that are NaN."""
-    if tokens.min() < 0:
+    if min(tokens) < 0:
         raise SamplingError(
             "The scores to sample from are NaN: a logits processor forbids every token, or the logits are NaN."
         )

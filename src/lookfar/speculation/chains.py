@@ -14,8 +14,8 @@ import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.jit import jit
+from lookfar.speculation.candidates import DEPTH, OWNER, PARENT
 from lookfar.speculation.row_budget import BudgetKind
-from lookfar.speculation.tree_builder import DEPTH, OWNER, PARENT
 
 CANDIDATES = 4  # candidates to build for each row of a chain, so that there is a choice between paths
 CANDIDATE_RANGE = (32, 64)  # for each request, or as many as it may verify

@@ -16,6 +16,7 @@ from lookfar.core.arrays import Floats, Int32s, Ints
 from lookfar.core.plan import RequestPlan, WindowRows
 from lookfar.core.tree import NO_TREE, DraftTrees
 from lookfar.speculation.acceptance import AcceptanceModel
+from lookfar.speculation.candidates import DEPTH, BuildLimits, Candidates
 from lookfar.speculation.chains import (
     CANDIDATE_RANGE,
     CANDIDATES,
@@ -28,7 +29,7 @@ from lookfar.speculation.chains import (
 from lookfar.speculation.interface import SpeculatedRequest, Walk
 from lookfar.speculation.proposals import DraftingBatch, Member, Proposals
 from lookfar.speculation.row_budget import BudgetKind, Prices, Ranking, RowBudget, StepRows, Windows, kind_of
-from lookfar.speculation.tree_builder import DEPTH, BuildLimits, Candidates, build_candidates
+from lookfar.speculation.tree_builder import build_candidates
 
 RECYCLED = "recycle"  # the source of candidates that no drafter drafted
 NO_GROUPS: Ints = np.zeros(0, np.int64)

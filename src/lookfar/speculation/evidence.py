@@ -44,19 +44,20 @@ from lookfar.speculation.acceptance import (
 )
 
 MIN_SHARE = 0.005  # predictions that the noise leaves less of the probability than this are no candidates
-MIDDLE = 5  # of the bounds of levels, where their search starts
 BITS: Int32s = np.array([1 + age.bit_length() for age in range(256)], np.int32)  # 1 + the length of a number in bits
 
 # Columns of the child table: how many drafts continue with the child, 1 + the level of its probability after the token,
 # the pair and the triple, 1 + its rank among the runner-ups; 0 for none. Then the source with the strongest evidence
 # (one past the last for none), and how many sources propose the child, with recycled predictions and runner-ups as one.
-CHILD, DRAFTED, OF_TOKEN, OF_PAIR, OF_TRIPLE, RANK, OFF, BEST_SOURCE, PROPOSED_BY = range(9)
+DRAFTED, OF_TOKEN, OF_PAIR, OF_TRIPLE, RANK, OFF, BEST_SOURCE, PROPOSED_BY = range(8)
+NO_CHILD = np.int32(-1)
 OWN_FEATURES = 9  # beside noise and sources
 
 
 class Children(NamedTuple):
     """The children of one node and the evidence for them."""
 
+    tokens: Int32s  # [MAX_CHILDREN] -1 behind the last child
     child_table: Int32s  # [MAX_CHILDREN, columns]
     match: Int32s  # [MAX_CHILDREN, sources] the best match score behind a child, -1 for none
     support: Floats  # [MAX_CHILDREN, sources] the weight of the drafts with that score
@@ -69,7 +70,8 @@ class Children(NamedTuple):
 @inline_jit
 def new_children(source_count, k):  # type: ignore[no-untyped-def]
     return Children(
-        np.zeros((MAX_CHILDREN, 9), np.int32),
+        np.full(MAX_CHILDREN, NO_CHILD),
+        np.zeros((MAX_CHILDREN, 8), np.int32),
         np.full((MAX_CHILDREN, source_count), -1, np.int32),
         np.zeros((MAX_CHILDREN, source_count), np.float32),
         np.zeros((source_count, SCORES), np.float32),
@@ -80,14 +82,14 @@ def new_children(source_count, k):  # type: ignore[no-untyped-def]
 
 
 @jit
-def add_child(child_table, count, token):  # type: ignore[no-untyped-def]
+def add_child(tokens, count, token):  # type: ignore[no-untyped-def]
     """Return the index of a token among the children, added if it is new (-1 if there is no room), and the count."""
-    for i in range(count):
-        if child_table[i, CHILD] == token:
-            return i, count
-    if count == MAX_CHILDREN:
-        return -1, count
-    child_table[count, CHILD] = token
+    wanted, place = np.int32(token), np.int32(0)
+    for i in range(MAX_CHILDREN):  # all of them, in a few vector instructions and without a branch to predict
+        place += np.int32(i + 1) if tokens[i] == wanted else np.int32(0)
+    if place or count == MAX_CHILDREN:
+        return np.int64(place) - 1, count
+    tokens[count] = token
     return count, count + 1
 
 
@@ -97,9 +99,11 @@ def read_drafts(drafts, agreeing, group, depth, vocab_size, children):  # type: 
 
     `group` gets the child that each of those drafts belongs to, -1 for none. Returns the number of children.
     """
-    child_table, match, support, present, best_scores, _, _ = children
+    child_tokens, child_table, match, support, present, best_scores, _, _ = children
     tokens, scores, weights, sources, _ = drafts
-    present[:] = 0
+    for source in range(present.shape[0]):
+        for score in range(SCORES):
+            present[source, score] = 0
     count = 0
     for i in range(len(agreeing)):
         draft = agreeing[i]
@@ -107,7 +111,7 @@ def read_drafts(drafts, agreeing, group, depth, vocab_size, children):  # type: 
         group[i] = -1
         if token < 0 or token >= vocab_size:
             continue
-        child, count = add_child(child_table, count, token)
+        child, count = add_child(child_tokens, count, token)
         source, weight = sources[draft], weights[draft]
         score = min(max(scores[draft], 0), SCORES - 1)
         present[source, score] += weight
@@ -144,7 +148,7 @@ def read_table(row, children, count, column, sampling, limits):  # type: ignore[
     min_share, vocab_size = limits
     ids, logits = row
     noise, temperature = sampling
-    child_table, _, _, _, _, chances, _ = children
+    tokens, child_table, _, _, _, _, chances, _ = children
     highest, total, width = np.float32(-np.inf), np.float32(0.0), 0
     most = len(ids) if len(noise) else min(TOP_K, len(ids))
     while width < most and ids[width] >= 0:
@@ -158,7 +162,7 @@ def read_table(row, children, count, column, sampling, limits):  # type: ignore[
         share = chances[i] / total
         if ids[i] >= vocab_size or share < min_share or (len(noise) and share < MIN_SHARE):
             continue
-        child, count = add_child(child_table, count, ids[i])
+        child, count = add_child(tokens, count, ids[i])
         if child >= 0:
             child_table[child, column] = 1 + level_of(share)
     return count, level_of(ONE / total)
@@ -202,14 +206,14 @@ def age_of(time, now):  # type: ignore[no-untyped-def]
 
 @jit
 def level_of(probability):  # type: ignore[no-untyped-def]
-    level = 0 if probability >= LEVEL_BOUNDS[MIDDLE] else MIDDLE + 1
-    while level < LEVELS - 1 and probability < LEVEL_BOUNDS[level]:
-        level += 1
+    level = 0
+    for bound in LEVEL_BOUNDS:  # all of them: no branch to predict
+        level += probability < bound
     return level
 
 
 @inline_jit
-def read_runner_ups(row, child_table, count, sampling, vocab_size):  # type: ignore[no-untyped-def]
+def read_runner_ups(row, children, count, sampling, vocab_size):  # type: ignore[no-untyped-def]
     """Add the runner-ups of the last token to the children of a root, each with its rank."""
     tokens, logits = row
     noise, temperature = sampling
@@ -221,36 +225,38 @@ def read_runner_ups(row, child_table, count, sampling, vocab_size):  # type: ign
                 if tokens[j] >= 0 and noisy_logit(tokens[j], logits[j], noise, temperature) > own:
                     rank += 1
         if 0 <= tokens[i] < vocab_size and rank < TOP_K:
-            child, count = add_child(child_table, count, tokens[i])
+            child, count = add_child(children.tokens, count, tokens[i])
             if child >= 0:
-                child_table[child, RANK] = min(rank + 1, RUNNER_UPS - 1)
+                children.child_table[child, RANK] = min(rank + 1, RUNNER_UPS - 1)
     return count
 
 
-@jit
-def read_off_path(off_path, request, position, child_table, count, vocab_size):  # type: ignore[no-untyped-def]
-    """Add the predictions of the last step that were made for a position off the accepted path."""
+@inline_jit
+def read_off_path(off_path, place, children, count, vocab_size):  # type: ignore[no-untyped-def]
+    """Add the predictions of the last step that were made for a position off the accepted path.
+
+    `place` is the request and the position.
+    """
+    request, position = place
     for i in range(off_path.shape[3]):
         token, kind = off_path[request, TOKENS, position, i], off_path[request, KINDS, position, i]
         if not kind:
             break
         if token < vocab_size:
-            child, count = add_child(child_table, count, token)
+            child, count = add_child(children.tokens, count, token)
             if child >= 0:
-                child_table[child, OFF] = kind
+                children.child_table[child, OFF] = kind
     return count
 
 
 @jit
-def noise_feature(child_table, child, noise):  # type: ignore[no-untyped-def]
+def noise_feature(token, predicted, noise):  # type: ignore[no-untyped-def]
     """Return the feature for how much the noise favours a child; apart for those whose level already includes it."""
-    token = child_table[child, CHILD]
     if token >= len(noise):
         return NOISE
     level = 0
     while level < NOISE_LEVELS - 1 and noise[token] > NOISE_BOUNDS[level]:
         level += 1
-    predicted = child_table[child, OF_TOKEN] + child_table[child, OF_PAIR] + child_table[child, OF_TRIPLE] > 0
     return NOISE + 1 + level + (NOISE_LEVELS if predicted else 0)
 
 
@@ -277,7 +283,7 @@ def weigh_children(children, count, node, known, weights, features):  # type: ig
 
     `node` is its depth and what `read_tables` returned; `known` is the table, and the noise of the position.
     """
-    child_table, match, support, present, best_scores, _, log_odds = children
+    tokens, child_table, match, support, present, best_scores, _, log_odds = children
     depth, best_of_token, best_of_pair, best_of_triple, token_age, pair_age, triple_age = node
     table, noise = known
     marks, now = table.marks, table.clock[1]
@@ -287,7 +293,7 @@ def weigh_children(children, count, node, known, weights, features):  # type: ig
         of_token = state_of(child_table[child, OF_TOKEN], best_of_token)
         of_pair = state_of(child_table[child, OF_PAIR], best_of_pair)
         of_triple = state_of(child_table[child, OF_TRIPLE], best_of_triple)
-        token = child_table[child, CHILD]
+        token = tokens[child]
         features[child, 0] = DEPTH + min(depth, DEPTHS - 1)
         features[child, 1] = RUNNER_UP + child_table[child, RANK]
         features[child, 2] = TABLES + token_age * STATES + of_token
@@ -298,12 +304,12 @@ def weigh_children(children, count, node, known, weights, features):  # type: ig
         features[child, 6] = CROSSES + CROSSED * CROSSED + of_pair * CROSSED + of_triple
         features[child, 7] = SEEN + (mark_age(marks[token], now) if token < len(marks) else 0)
         features[child, 8] = OFF_PATH + (OFF_PATH_KINDS if depth else 0) + child_table[child, OFF]
+        predicted = child_table[child, OF_TOKEN] + child_table[child, OF_PAIR] + child_table[child, OF_TRIPLE]
         if own_features > OWN_FEATURES:
-            features[child, OWN_FEATURES] = noise_feature(child_table, child, noise)
+            features[child, OWN_FEATURES] = noise_feature(token, predicted > 0, noise)
         total, strongest, best_source = np.float32(0.0), np.float32(-np.inf), source_count
         for i in range(own_features):
             total += weights[features[child, i]]
-        predicted = child_table[child, OF_TOKEN] + child_table[child, OF_PAIR] + child_table[child, OF_TRIPLE]
         proposed_by = min(child_table[child, RANK] + child_table[child, OFF] + predicted, 1)
         for source in range(source_count):
             best, own = best_scores[source], match[child, source]
@@ -320,6 +326,7 @@ def weigh_children(children, count, node, known, weights, features):  # type: ig
                 if weights[feature] > strongest:
                     best_source, strongest = source, weights[feature]
             match[child, source], support[child, source] = -1, 0
-        child_table[child, DRAFTED:BEST_SOURCE] = 0
+        for column in range(BEST_SOURCE):
+            child_table[child, column] = 0
         child_table[child, BEST_SOURCE], child_table[child, PROPOSED_BY] = best_source, proposed_by
         log_odds[child] = total

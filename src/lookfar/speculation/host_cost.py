@@ -11,17 +11,15 @@ OUTLIER = 3.0  # times the usual: what a step that waited for something else cou
 FIRST_STEPS = 8  # which may all have waited: a step that is much faster starts over
 MIN_SPREAD = 2.0  # rows by which sizes have to differ, as a standard deviation, to tell anything
 ROWS_SHARE = 0.4  # of the time is for rows at the least: half of it is, wherever sizes differed enough to tell
+ALONE_SHARE = 0.15  # the same where one request is alone: calls are most of the cost of small steps
 
 
 class HostCost:
-    """Drafting, planning, verifying and learning, in seconds: `fixed + per_row * rows`.
-
-    Where one request is alone, calls are most of the cost and rows are few: it counts as the same for any number.
-    """
+    """Drafting, planning, verifying and learning, in seconds: `fixed + per_row * rows`."""
 
     def __init__(self, fixed: float = 0.0, per_row: float = 0.0, alone: bool = False) -> None:
         self.fixed, self.per_row = fixed, per_row
-        self._alone = alone
+        self._rows_share = ALONE_SHARE if alone else ROWS_SHARE
         self._steps = 0
         self._rows = self._seconds = self._squares = self._products = 0.0  # means
 
@@ -37,12 +35,9 @@ class HostCost:
         self._seconds += rate * (seconds - self._seconds)
         self._squares += rate * (rows * rows - self._squares)
         self._products += rate * (rows * seconds - self._products)
-        if self._alone:
-            self.fixed = self._seconds
-            return
         spread, average = self._squares - self._rows**2, self._seconds / self._rows
         slope = (self._products - self._rows * self._seconds) / spread if spread > MIN_SPREAD**2 else 0.0
-        self.per_row = min(max(slope, ROWS_SHARE * average), average)
+        self.per_row = min(max(slope, self._rows_share * average), average)
         self.fixed = self._seconds - self.per_row * self._rows
 
     def table(self, most: int) -> Floats:

@@ -18,18 +18,9 @@ from lookfar.errors import RequestError
 from lookfar.retrieval.off_path import PER_POSITION, POSITIONS
 from lookfar.retrieval.recycle_table import NO_RECYCLING, SAMPLED_TOP_K, RecycleTable
 from lookfar.speculation.acceptance import AcceptanceModel
+from lookfar.speculation.candidates import BEFORE, EARLIER, LAST, MAX_DEPTH, PLACE, DraftArrays, NoiseArrays, RootArrays
 from lookfar.speculation.interface import SpeculatedRequest
-from lookfar.speculation.tree_builder import (
-    BEFORE,
-    EARLIER,
-    LAST,
-    MAX_DEPTH,
-    PLACE,
-    BuildInputs,
-    DraftArrays,
-    NoiseArrays,
-    RootArrays,
-)
+from lookfar.speculation.tree_builder import BuildInputs
 from lookfar.speculation.urgency import Urgency
 
 NO_INTS: Int32s = np.zeros(0, np.int32)

@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lookfar.core.arrays import Floats, Int32s, Ints
+from lookfar.core.arrays import Floats, Int32s
 from lookfar.core.heap import pop, push
-from lookfar.core.jit import inline_jit, jit
-from lookfar.core.tree import DraftTrees
+from lookfar.core.jit import borrowing_jit, inline_jit, jit
 from lookfar.retrieval.off_path import POSITIONS
 from lookfar.retrieval.recycle_table import RecycleArrays, RecycleTable
 from lookfar.speculation.acceptance import (
@@ -28,13 +27,35 @@ from lookfar.speculation.acceptance import (
     ONE,
     SOURCE,
     AcceptanceModel,
-    learn_along_path,
     to_chances,
+)
+from lookfar.speculation.candidates import (
+    BEFORE,
+    COLUMNS,
+    COUNT,
+    DEPTH,
+    EARLIER,
+    FIRST,
+    HIGH,
+    LAST,
+    LOW,
+    MAX_DEPTH,
+    NUM_SOURCES,
+    OWNER,
+    PARENT,
+    PLACE,
+    TOKEN,
+    TOP_SOURCE,
+    BuildLimits,
+    Candidates,
+    DraftArrays,
+    NoiseArrays,
+    RootArrays,
 )
 from lookfar.speculation.evidence import (
     BEST_SOURCE,
-    CHILD,
     DRAFTED,
+    NO_CHILD,
     OWN_FEATURES,
     PROPOSED_BY,
     Children,
@@ -46,62 +67,8 @@ from lookfar.speculation.evidence import (
     weigh_children,
 )
 
-# Columns of the table of candidates. FIRST and COUNT are a candidate's children. LOW and HIGH bound the drafts that
-# agree with its path, in an order of all drafts.
-OWNER, PARENT, TOKEN, DEPTH, TOP_SOURCE, NUM_SOURCES, FIRST, COUNT, LOW, HIGH = range(10)
-COLUMNS = 10
-# Columns about a root: its last two tokens, the deepest node, its place in the step, and the token before, if known.
-BEFORE, LAST, MAX_DEPTH, PLACE, EARLIER = range(5)
 SMALLEST = np.float32(1e-30)  # a score of drafts that are never accepted becomes 0
 SAFE_SHARE = 0.2  # of the least acceptance probability: a prediction that had so little before is no candidate
-
-
-class DraftArrays(NamedTuple):
-    """The drafts of all requests."""
-
-    tokens: Int32s  # [n, depth] -1 behind the end of a draft
-    scores: Int32s  # [n] match scores
-    weights: Floats  # [n]
-    sources: Int32s  # [n] index into the sources of the acceptance model
-    owners: Int32s  # [n] the request of each
-
-    def select(self, chosen: Ints) -> DraftArrays:
-        """Return some of the drafts."""
-        return DraftArrays._make(array[chosen] for array in self)
-
-
-class RootArrays(NamedTuple):
-    """Where the trees of all requests begin."""
-
-    about: Int32s  # [batch, 4 or 5] the columns above
-    runner_ups: Int32s  # [batch, k] alternatives to the last token, -1 for none
-    runner_up_logits: Floats  # [batch, k]
-    off_path: Int32s  # [batch, 2, positions, k] predictions of the last step on branches that were not accepted
-    urgency: Floats  # [batch] how much a token of each request counts
-
-
-class NoiseArrays(NamedTuple):
-    """What is known about the sampling noise of the next positions."""
-
-    upcoming: Floats  # [rows, positions modulo their number, vocabulary]; half of the positions are known
-    rows: Int32s  # [batch] the row of each request, -1 if its noise is unknown
-    positions: Int32s  # [batch] the position of its next token
-    temperatures: Floats  # [batch]
-
-    @classmethod
-    def unknown(cls, batch: int) -> NoiseArrays:
-        """Return arrays for requests whose noise is unknown, or that do not sample."""
-        no_row, start = np.full(batch, -1, np.int32), np.zeros(batch, np.int32)
-        return cls(np.zeros((0, 0, 0), np.float32), no_row, start, np.ones(batch, np.float32))
-
-
-class BuildLimits(NamedTuple):
-    """How many candidates to choose."""
-
-    max_nodes: int  # of all requests together
-    max_per_request: Int32s  # [batch]
-    min_score: float  # times the urgency
-    vocab_size: int  # drafts end before a token that is outside the vocabulary
 
 
 @dataclass(slots=True)
@@ -113,31 +80,6 @@ class BuildInputs:
     noise: NoiseArrays
     table: RecycleTable
     acceptance: AcceptanceModel
-
-
-@dataclass(slots=True)
-class Candidates:
-    """All candidates. The first ones, one for each request, are the roots; children of one node are neighbours."""
-
-    nodes: Int32s  # [candidates, columns]
-    scores: Floats
-    features: Int32s  # [candidates, features of each]
-    chosen: Int32s  # the best candidates, best first
-    chosen_scores: Floats
-    urgency: Floats  # of the requests of the chosen ones
-    owners: Int32s  # of the chosen ones: the place of their request in the step
-
-    def column(self, column: int) -> Int32s:
-        return self.nodes[:, column]
-
-    def learn(self, emitted: Int32s, starts: Int32s, acceptance: AcceptanceModel) -> None:
-        """Teach the acceptance model which candidates came true: request b emitted `starts[b] … starts[b + 1]`."""
-        learn_from_batch(acceptance.weights, acceptance.squares, (self.features, self.nodes, emitted, starts))
-
-    def trees(self, count: int, names: tuple[str, ...], batch: int) -> DraftTrees:
-        """Return the best `count` candidates as trees of the `batch` requests of the step."""
-        columns, scores, starts = cut(self.nodes, self.scores, self.chosen[:count], self.owners, batch)
-        return DraftTrees(columns, scores, starts.tolist(), names)
 
 
 def build_candidates(inputs: BuildInputs, limits: BuildLimits) -> Candidates:
@@ -160,18 +102,39 @@ class Workspace(NamedTuple):
     no_noise: Floats  # empty
 
 
+class Picked(NamedTuple):
+    """Room for the best candidates, best first."""
+
+    chosen: Int32s
+    scores: Floats
+    urgency: Floats
+    owners: Int32s
+
+
 @jit
 def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
     """Grow the trees of all requests from one heap. Returns the arrays of `Candidates`."""
     # The arrays come as plain tuples, which numba unpacks in a fifth of the time that named tuples take.
     drafts, roots, noise = DraftArrays(*arrays[0]), RootArrays(*arrays[1]), NoiseArrays(*arrays[2])
     table, limits = RecycleArrays(*arrays[3]), BuildLimits(*limits)
-    batch = len(roots.about)
     work = new_workspace(drafts, noise, table, weights, limits)
-    nodes, scores, values = work.nodes, work.scores, work.values
-    heap, taken = np.empty(len(scores), np.int32), np.zeros(batch, np.int32)
-    chosen, owners = np.empty(limits.max_nodes, np.int32), np.empty(limits.max_nodes, np.int32)
-    chosen_scores, urgency = np.empty(limits.max_nodes, np.float32), np.empty(limits.max_nodes, np.float32)
+    most = limits.max_nodes
+    heap, taken = np.empty(len(work.scores), np.int32), np.zeros(len(roots.about), np.int32)
+    picked = Picked(
+        np.empty(most, np.int32), np.empty(most, np.float32), np.empty(most, np.float32), np.empty(most, np.int32)
+    )
+    used, picks = grow(work, (drafts, roots, noise, table), weights, limits, (heap, taken), picked)
+    nodes, scores, features = work.nodes[:used], work.scores[:used], work.features[:used]
+    chosen, chosen_scores, urgency, owners = picked
+    return nodes, scores, features, chosen[:picks], chosen_scores[:picks], urgency[:picks], owners[:picks]
+
+
+@borrowing_jit
+def grow(work, sources, weights, limits, room, picked):  # type: ignore[no-untyped-def]
+    """Expand nodes, best first, and pick them; returns the number of candidates and of those that were picked."""
+    drafts, roots, _, _ = sources
+    (heap, taken), (chosen, chosen_scores, urgency, owners) = room, picked
+    nodes, scores, values, batch = work.nodes, work.scores, work.values, len(roots.about)
     set_roots(work, roots)
     sort_by_owner(work, drafts.owners, batch)
     used, heap_size, picks, next_root = batch, 0, 0, 0
@@ -190,13 +153,12 @@ def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
             taken[owner] += 1
         if nodes[node, DEPTH] >= roots.about[nodes[node, OWNER], MAX_DEPTH]:
             continue
-        count = expand(work, node, used, (drafts, roots, noise, table), weights, limits)
+        count = expand(work, node, used, sources, weights, limits)
         for child in range(used, used + count):
             if values[child] >= limits.min_score:
                 heap_size = push(heap, heap_size, values, child)
         used += count
-    nodes, scores, features = nodes[:used], scores[:used], work.features[:used]
-    return nodes, scores, features, chosen[:picks], chosen_scores[:picks], urgency[:picks], owners[:picks]
+    return used, picks
 
 
 @inline_jit
@@ -253,7 +215,7 @@ def expand(work, node, used, sources, weights, limits):  # type: ignore[no-untyp
     value = max(work.values[node], SMALLEST)
     vocab_size, min_share = limits.vocab_size, np.float32(limits.min_score * SAFE_SHARE) / value
     nodes, scores, values, children = work.nodes, work.scores, work.values, work.children
-    child_table, log_odds = children.child_table, children.log_odds
+    tokens, child_table, log_odds = children.tokens, children.child_table, children.log_odds
     b, parent, depth = nodes[node, OWNER], nodes[node, PARENT], nodes[node, DEPTH]
     low, high = nodes[node, LOW], nodes[node, HIGH]
     drafted = read_drafts(drafts, work.order[low:high], work.group[low:high], depth, vocab_size, children)
@@ -263,21 +225,22 @@ def expand(work, node, used, sources, weights, limits):  # type: ignore[no-untyp
     count, evidence = read_tables(table, path, children, drafted, sampling, (min_share, vocab_size))
     if parent < 0:
         row = roots.runner_ups[b], roots.runner_up_logits[b]
-        count = read_runner_ups(row, child_table, count, sampling, vocab_size)
+        count = read_runner_ups(row, children, count, sampling, vocab_size)
     if depth < POSITIONS:
-        count = read_off_path(roots.off_path, b, depth, child_table, count, vocab_size)
+        count = read_off_path(roots.off_path, (b, depth), children, count, vocab_size)
     nodes[node, FIRST], nodes[node, COUNT] = used, count
     features = work.features[used : used + count]
     weigh_children(children, count, (depth, *evidence), (table, sampling[0]), weights, features)
     scale = to_chances(log_odds, count)
     for child in range(count):
         new = used + child
-        nodes[new, OWNER], nodes[new, PARENT], nodes[new, TOKEN] = b, node, child_table[child, CHILD]
+        nodes[new, OWNER], nodes[new, PARENT], nodes[new, TOKEN] = b, node, tokens[child]
         nodes[new, DEPTH], nodes[new, FIRST], nodes[new, COUNT] = depth + 1, -1, 0
         nodes[new, TOP_SOURCE] = child_table[child, BEST_SOURCE]
         nodes[new, NUM_SOURCES] = child_table[child, PROPOSED_BY]
         if child >= drafted:
             nodes[new, LOW] = nodes[new, HIGH] = 0
+        tokens[child] = NO_CHILD
         chance = scale * log_odds[child]
         scores[new], values[new] = scores[node] * chance, values[node] * chance
     return count
@@ -320,31 +283,3 @@ def sort_drafts(work, node, used, count):  # type: ignore[no-untyped-def]
             nodes[child, HIGH] += 1
     for i in range(low, start):
         work.order[i] = work.spare[i]
-
-
-@jit
-def cut(nodes, scores, chosen, owners, batch):  # type: ignore[no-untyped-def]
-    """Return the chosen candidates as `DraftTrees`: columns, scores, and where each of the `batch` trees begins."""
-    starts, place = np.zeros(batch + 1, np.int32), np.full(len(nodes), -1, np.int32)
-    for i in range(len(chosen)):
-        place[chosen[i]] = starts[owners[i] + 1]  # in its own tree
-        starts[owners[i] + 1] += 1
-    for owner in range(batch):
-        starts[owner + 1] += starts[owner]
-    columns, chances = np.empty((5, len(chosen)), np.int32), np.empty(len(chosen), np.float32)
-    for i in range(len(chosen)):
-        node = chosen[i]
-        at = starts[owners[i]] + place[node]
-        columns[0, at], columns[1, at] = nodes[node, TOKEN], place[nodes[node, PARENT]]
-        columns[2, at], columns[3, at] = nodes[node, DEPTH], nodes[node, TOP_SOURCE]
-        columns[4, at], chances[at] = nodes[node, NUM_SOURCES], scores[node]
-    return columns, chances, starts
-
-
-@jit
-def learn_from_batch(weights, squares, candidates):  # type: ignore[no-untyped-def]
-    """Teach an acceptance model from the tokens that every request emitted."""
-    features, nodes, emitted, starts = candidates
-    arrays = features, nodes[:, TOKEN], nodes[:, FIRST], nodes[:, COUNT]
-    for root in range(len(starts) - 1):
-        learn_along_path(weights, squares, arrays, root, emitted[starts[root] : starts[root + 1]])

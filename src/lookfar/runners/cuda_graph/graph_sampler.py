@@ -7,18 +7,60 @@ host only writes where in the device's memory each row's noise lies.
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LogitsProcessorList
 
-from lookfar.core.plan import StepPlan
+from lookfar.core.arrays import Ints
+from lookfar.core.jit import jit
+from lookfar.core.plan import FIRST_NODE, NUM_NODES, NUM_PENDING, NUM_WINDOW, StepPlan
+from lookfar.core.tree import DEPTH
 from lookfar.kernels.sampling import sample
 from lookfar.runners.cuda_graph.capture import capture_graph
 from lookfar.sampling.sampler import process_rows
 
 WORTH_CAPTURING = 256  # uses of a sampler before it is captured, which takes a fraction of a second
+
+
+def set_noise_addresses(addresses: Ints, plan: StepPlan, width: int) -> list[torch.Tensor]:
+    """Set where the noise of each row lies, 0 for none; returns what has to be kept until it is read."""
+    about, _, nodes = plan.flat
+    deepest = deepest_nodes(about, nodes[DEPTH])
+    by_depth: Ints = np.zeros((len(about), 1 + int(deepest.max())), np.int64)
+    kept: list[torch.Tensor] = []
+    for place, sampler in plan.samplers.items():
+        found, noise = sampler.noise_addresses(int(deepest[place]), width)
+        by_depth[place, : len(found)] = found
+        kept += noise
+    spread_by_depth(addresses, about, nodes[DEPTH], by_depth)
+    return kept
+
+
+@jit
+def deepest_nodes(about, depths):  # type: ignore[no-untyped-def]
+    """Return the depth of the deepest draft node of each request, 0 for none."""
+    deepest = np.zeros(len(about), np.int64)
+    for place in range(len(about)):
+        first = about[place, FIRST_NODE]
+        for node in range(first, first + about[place, NUM_NODES]):
+            deepest[place] = max(deepest[place], depths[node])
+    return deepest
+
+
+@jit
+def spread_by_depth(rows, about, depths, by_depth):  # type: ignore[no-untyped-def]
+    """Set the rows of the last token and of the draft nodes of every request to `by_depth`, all others to 0."""
+    rows[:] = 0
+    start = 0
+    for place in range(len(about)):
+        own = about[place]
+        last = start + own[NUM_PENDING] - 1
+        rows[last] = by_depth[place, 0]
+        for node in range(own[NUM_NODES]):
+            rows[last + 1 + node] = by_depth[place, depths[own[FIRST_NODE] + node]]
+        start = last + 1 + own[NUM_NODES] + own[NUM_WINDOW]
 
 
 class GraphSampler:
@@ -44,15 +86,7 @@ class GraphSampler:
 
     def launch(self, plan: StepPlan) -> bool:
         """Sample behind a step that was launched; returns whether something was compiled or captured for it."""
-        addresses = self._addresses.numpy()
-        addresses[:] = 0
-        self._noise.clear()
-        for rows, start in zip(plan.requests, accumulate(plan.lengths, initial=0), strict=False):
-            if rows.sampler is not None and rows.complete:
-                found, noise = rows.sampler.noise_addresses(rows.tree.depths, self.width)
-                first = start + rows.last_row
-                addresses[first : first + len(found)] = found
-                self._noise += noise
+        self._noise = set_noise_addresses(self._addresses.numpy(), plan, self.width)
         self._uses += 1
         if self._uses == WORTH_CAPTURING:
             with suppress(Exception):  # a processor that synchronizes with the host cannot be captured

@@ -202,7 +202,7 @@ class CudaGraphRunner:
 
     def _sampler_for(self, step: GraphStep, plan: StepPlan, k: int) -> GraphSampler | None:
         """Return what samples the tokens of a step on the device; None if the host has to."""
-        samplers = plan.samplers
+        samplers = list(plan.samplers.values())
         if len({sampler.fingerprint for sampler in samplers}) != 1 or samplers[0].fingerprint is None:
             return None
         elsewhere = any(sampler.device != self.model.device for sampler in samplers)
