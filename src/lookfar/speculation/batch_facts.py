@@ -9,6 +9,7 @@ import numpy as np
 
 from lookfar.core.decode_plan import DecodingRequests
 from lookfar.core.plan import RequestPlan
+from lookfar.speculation.cost_curve import step_kind
 from lookfar.speculation.interface import SpeculatedRequest
 
 LAST = np.zeros(1, np.int64)  # stands for a last token
@@ -22,6 +23,7 @@ class BatchFacts:
         self.handles = [request.kv for request in requests]
         speculation = [request.speculation for request in requests]
         self.samples = any(request.sampler.random is not None for request in requests)
+        self.kind = step_kind(len(requests), self.samples)
         self.is_automatic = all(own.budget == "auto" for own in speculation)
         self.wants_predictions = any(own.wants_predictions for own in speculation)
         self.wants_hidden = any(own.hidden_drafters for own in speculation)

@@ -28,6 +28,7 @@ OUTLIER = 3.0  # times the median: what a single step counts as at the most
 CLEARLY_SLOWER = 0.8  # of the other rate
 REGRET = 0.01  # of the time may be lost to trials
 MIN_INTERVAL, MAX_INTERVAL = 16, 4096  # steps until the other mode is tried again
+LOOK_INTERVAL = 4  # steps after which a full rate is looked at again
 BATCH_GAIN = 1.05  # that a batch has to gain: its last requests gain less than the others
 IDLE_STEPS = 16  # speculative steps in a row without a draft, after which drafting rests
 NEXT_REQUEST = 32  # steps after which the next request tries speculation, if the one before did without
@@ -127,7 +128,8 @@ class SpeculationController:
     def decide(self, base_rate: float) -> bool:
         """Decide whether the next step speculates.
 
-        `base_rate` is the expected rate of steps without speculation if the host took no time.
+        `base_rate` is the expected rate of steps without speculation if the host took no time: tokens of a request per
+        second, as all rates here.
         """
         if not (self._trial or self._after) and self._should_try(base_rate):
             self._must_try, self._tried = False, True
@@ -142,7 +144,8 @@ class SpeculationController:
         enough = self.speculating and not self._tried and self._wait % self._early == 0 and len(rate) >= self._early
         if enough and rate.value < CLEARLY_SLOWER * base_rate:
             return True
-        if self.speculating and self._since >= MIN_INTERVAL and rate.is_full and self._speed_up < self._least:
+        full = self.speculating and rate.is_full and self._since >= MIN_INTERVAL
+        if full and self._since % LOOK_INTERVAL == 0 and self._speed_up < self._least:
             return True  # other texts, perhaps
         if self._wait > 0:
             return False
@@ -158,7 +161,7 @@ class SpeculationController:
         return speculative / (base * self._slowdown.value) if speculative and base else 1.0
 
     def learn(self, speculated: bool, tokens: float, seconds: float, cost: float = 1.0, drafted: bool = True) -> None:
-        """Learn from a step: its tokens, its seconds, the seconds that the cost curve expects, and if it had drafts."""
+        """Learn from a step: the tokens of a request, its seconds and those expected of it, and if it had drafts."""
         if tokens <= 0 or seconds <= 0:  # all of its requests failed
             return
         self._rates[speculated].add(tokens, seconds, cost)

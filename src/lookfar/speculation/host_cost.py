@@ -9,7 +9,7 @@ from lookfar.core.arrays import Floats
 RATE = 0.05  # how fast older steps are forgotten
 OUTLIER = 3.0  # times the usual: what a step that waited for something else counts as
 FIRST_STEPS = 8  # which may all have waited: a step that is much faster starts over
-MIN_SPREAD = 2.0  # rows by which sizes have to differ, as a standard deviation, to tell anything
+SPREAD = 8.0  # rows by which sizes have to differ, as a standard deviation, to tell more than what is assumed
 ROWS_SHARE = 0.4  # of the time is for rows at the least: half of it is, wherever sizes differed enough to tell
 ALONE_SHARE = 0.15  # the same where one request is alone: calls are most of the cost of small steps
 
@@ -36,8 +36,9 @@ class HostCost:
         self._squares += rate * (rows * rows - self._squares)
         self._products += rate * (rows * seconds - self._products)
         spread, average = self._squares - self._rows**2, self._seconds / self._rows
-        slope = (self._products - self._rows * self._seconds) / spread if spread > MIN_SPREAD**2 else 0.0
-        self.per_row = min(max(slope, self._rows_share * average), average)
+        least = self._rows_share * average
+        slope = (self._products - self._rows * self._seconds + SPREAD**2 * least) / (spread + SPREAD**2)
+        self.per_row = min(max(slope, least), average)
         self.fixed = self._seconds - self.per_row * self._rows
 
     def table(self, most: int) -> Floats:

@@ -26,6 +26,7 @@ ANY_NUMBER, ANY_SCORE = 1 << 30, 0.0
 # An automatic budget ignores candidates below an acceptance probability between these, by the least cost of a row.
 MIN_AUTO_SCORE, MAX_MIN_SCORE = 0.002, 0.1
 CAUTION = 0.5  # estimates may be too low by this factor
+RATE = 0.25  # how fast the expected rate follows the last steps
 MAX_USES = 16  # of a table of costs, until it follows what was learned
 
 
@@ -62,6 +63,7 @@ class Prices:
         self._table: Floats = np.zeros(0, np.float32)
         self._device, self._host = self._table, self._table  # the parts of the table
         self._uses = 0
+        self._slopes: dict[tuple[int, int], float] = {}  # by the rows and the most rows of a step
 
     def table(self, most: int) -> Floats:
         """Return the seconds of a step of 0 … `most` rows, as they were known a few steps ago."""
@@ -71,7 +73,15 @@ class Prices:
             self._device = self.costs.table(most)[: most + 1] * np.float32(self.costs.drift(self.kind))
             self._host = self.host.table(most)
             self._table, self._uses = self._device + self._host, 0
+            self._slopes.clear()
         return self._table[: most + 1]
+
+    def least_slope(self, rows: int, table: Floats) -> float:
+        """Return the least cost of a further row in a step of so many rows."""
+        key = rows, len(table)
+        if key not in self._slopes:
+            self._slopes[key] = float(least_slope(table, rows))
+        return self._slopes[key]
 
     def shared_table(self, busiest: Ints) -> Floats:
         """Return the seconds of steps that ranks share, given the rows of the busiest rank for 0, 1, … rows in all."""
@@ -146,12 +156,14 @@ class RowBudget:
     members: Seq[int]  # places of the requests in the batch
     max_rows: Seq[int]  # of every request in the batch: the most rows that it may add
     asked: int  # what the budgets of the requests add up to
+    widest: int  # the most rows that one of the requests may add
+    rate: float = 0.0  # tokens per second that were expected of the last steps
 
     @classmethod
     def of(cls, kind: BudgetKind, members: Seq[int], budgets: Seq[Budget], max_rows: Seq[int]) -> RowBudget:
         """Return the budget of requests with budgets of one kind, given those and the limits of the whole batch."""
         asked = sum(max_rows[i] if kind != "number" else int(budgets[i] or 1) - 1 for i in members)
-        return cls(kind, members, max_rows, asked)
+        return cls(kind, members, max_rows, asked, max(max_rows[i] for i in members))
 
     def min_score(self, step: StepRows, prices: Prices) -> float:
         """Return a score below which no candidate can pay: it would bring less than its row costs at the least."""
@@ -159,12 +171,13 @@ class RowBudget:
             return ANY_SCORE
         rows = step.fed
         table = self._table(step, prices)
-        rate = len(step.lengths) / float(table[rows])
-        return min(max(CAUTION * rate * float(least_slope(table, rows)), MIN_AUTO_SCORE), MAX_MIN_SCORE)
+        rate = max(len(step.lengths) / float(table[rows]), self.rate)
+        slope = prices.least_slope(rows, table) if step.limits.ranks == 1 else float(least_slope(table, rows))
+        return min(max(CAUTION * rate * slope, MIN_AUTO_SCORE), MAX_MIN_SCORE)
 
     def _table(self, step: StepRows, prices: Prices) -> Floats:
         """Return the seconds of a step by its rows, with the host's part."""
-        most = len(step.lengths) * (max(step.lengths) + max(self.max_rows[i] for i in self.members))
+        most = len(step.lengths) * (max(step.lengths) + self.widest)
         most = most if step.limits.rows is None else min(most, step.limits.rows)
         if step.limits.ranks == 1:
             return prices.table(most)
@@ -200,9 +213,11 @@ class RowBudget:
         fed: Int32s = np.array(step.lengths, dtype=np.int32)
         table, padded = self._table(step, prices), step.limits.padded
         silent = float(step.num_prefilling)
-        if not padded:  # prompt rows cost the same in any step: the drafts beside them must pay as in a step without
+        if not padded and step.fed > len(fed):
+            # Prompt rows cost the same in any step: the drafts beside them must pay as in a step without.
             table = table - (table[step.fed] - table[len(fed) - step.num_prefilling])
         count, rate = best_count(ranking.gains, ranking.owners, fed, table, -silent, padded)
+        self.rate += RATE * (rate - self.rate)
         if beside < 0:
             if len(fed) == 1 or not padded:
                 count = self._explore(count, len(ranking.scores), step, prices)
@@ -217,6 +232,8 @@ class RowBudget:
         """Return how many candidates to verify: `count`, or now and then another number to learn what it costs."""
         assert prices.costs is not None
         before = step.fed
+        if step.limits.ranks == 1:
+            return prices.costs.explore(before + count, before, before + most) - before
         chosen, largest = step.busiest(before + np.array([count, most])).tolist()
         rows = prices.costs.explore(chosen, before, largest)
         return count if rows == chosen else min(int((rows - before) / step.limits.share), most)

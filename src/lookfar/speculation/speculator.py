@@ -12,7 +12,7 @@ from lookfar.core.plan import RequestPlan, RunnerLimits, StepPlan
 from lookfar.retrieval.recycle_table import SAMPLED_TOP_K, TOP_K
 from lookfar.speculation.batch_facts import BatchFacts
 from lookfar.speculation.controller import SpeculationController
-from lookfar.speculation.cost_curve import CostCurve, step_kind
+from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.cost_file import Experience, KnownCosts, nearest_experience
 from lookfar.speculation.drafting import Drafting, Drafts
 from lookfar.speculation.host_cost import HostCost
@@ -26,7 +26,7 @@ class StepRecord:
     """A step, until the speculator has learned from it."""
 
     batch: Batch
-    samples: bool
+    facts: BatchFacts
     speculates: bool
     prefills: bool
     controller: SpeculationController | None
@@ -38,7 +38,7 @@ class StepRecord:
     @property
     def kind(self) -> str:
         """What its times are learned for."""
-        return step_kind(len(self.batch.requests), self.samples)
+        return self.facts.kind
 
     @property
     def weighted_tokens(self) -> float:
@@ -50,11 +50,8 @@ class StepRecord:
         emitted = [len(walk.tokens) if walk is not None else 0 for walk in self.walks]
         if self.drafts is None:
             return float(sum(emitted))
-        extra = sum(
-            (emitted[member.place] - 1) * urgency
-            for member, urgency in zip(self.drafts.members, self.drafts.urgency.tolist(), strict=True)
-            if emitted[member.place]
-        )
+        drafted = [max(emitted[member.place] - 1, 0) for member in self.drafts.members]
+        extra = float(np.dot(self.drafts.urgency, drafted))
         expected = self.drafts.expected
         return float(sum(map(bool, emitted)) + (extra if expected is None else (extra + expected) / 2))
 
@@ -121,7 +118,7 @@ class Speculator:
             fed = StepRows(lengths, limits, num_prefilling, batch.others_wait)
             step.drafts = self._draft(requests, places, fed, self._prices(step))
         wanted = (step.speculates or step.prefills) and facts.wants_predictions
-        top_k = (SAMPLED_TOP_K if step.samples else TOP_K) if wanted else 0
+        top_k = (SAMPLED_TOP_K if facts.samples else TOP_K) if wanted else 0
         step.plan = make_plan(requests, facts, rows, step.drafts, top_k)
         step.plan.prefills = facts.has_prompts()
         step.plan.hidden = facts.wants_hidden
@@ -161,21 +158,20 @@ class Speculator:
         """Decide whether a step speculates. The controller is asked where all budgets are automatic."""
         requests = batch.requests
         facts = self._facts_of(requests)
-        samples = facts.samples
         if batch.is_first_pass:
-            return StepRecord(batch, samples, False, True, None)
+            return StepRecord(batch, facts, False, True, None)
         prefills = batch.prefills
         if self.costs is None or not facts.is_automatic:
-            return StepRecord(batch, samples, True, prefills, None)
-        kind = step_kind(len(requests), samples)
+            return StepRecord(batch, facts, True, prefills, None)
+        kind = facts.kind
         if kind not in self.controllers:
             self.controllers[kind] = SpeculationController(len(requests), nearest_experience(self.experience, kind))
         controller = self.controllers[kind]
         if prefills:
             controller.restart()
-            return StepRecord(batch, samples, controller.speculating, prefills, controller)
-        base_rate = len(requests) / self.costs.seconds_for(len(requests), kind)
-        return StepRecord(batch, samples, controller.decide(base_rate), prefills, controller)
+            return StepRecord(batch, facts, controller.speculating, prefills, controller)
+        base_rate = 1 / self.costs.seconds_for(len(requests), kind)
+        return StepRecord(batch, facts, controller.decide(base_rate), prefills, controller)
 
     def observe(self, walks: Seq[Walk | None], result: StepChoices) -> None:
         """Show the outcome of the planned step to the drafters. An error of a drafter fails its request."""
@@ -196,7 +192,7 @@ class Speculator:
 
     def learn(self) -> None:
         """Do the learning that the next plan does not need: called while the device works."""
-        if self._step is not None and self._step.speculates and self._step.samples:
+        if self._step is not None and self._step.speculates and self._step.facts.samples:
             for request in self._step.batch.requests:
                 if request.sampler.random is not None:
                     request.sampler.random.prefetch()
@@ -235,7 +231,9 @@ class Speculator:
         assert self.costs is not None
         cost = float(self.costs.table(step.result.num_rows)[step.result.num_rows])
         drafted = step.plan is not None and sum(step.plan.lengths) > sum(step.plan.num_pending)
-        step.controller.learn(step.speculates, step.weighted_tokens, now - step.batch.started, cost, drafted)
+        # For each request, because steps of one kind differ in their number of requests.
+        tokens = step.weighted_tokens / len(step.batch.requests)
+        step.controller.learn(step.speculates, tokens, now - step.batch.started, cost, drafted)
         if step.speculates and step.plan is not None:
             step.controller.host.learn(sum(step.plan.lengths), step.batch.host_seconds)
 
