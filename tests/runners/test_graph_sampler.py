@@ -19,14 +19,17 @@ import lookfar
 from families import DEVICE, tiny_model
 from helpers import random_prompts
 from lookfar.core.plan import RequestPlan, StepPlan
-from lookfar.core.tree import DraftTree
-from lookfar.engine.verify import take_sampled
-from lookfar.errors import RequestError
+from lookfar.core.tree import NO_TREE, DraftTree
+from lookfar.engine.request import Request, RequestState
+from lookfar.engine.verify import take_sampled, verify
+from lookfar.errors import RequestError, SamplingError
 from lookfar.kernels.sampling import sample
+from lookfar.runners.base import StepResult
 from lookfar.runners.cuda_graph.graph_sampler import set_noise_addresses
 from lookfar.sampling.noise import RandomStream, SamplingNoise
 from lookfar.sampling.processors import processors_key
 from lookfar.sampling.sampler import NO_TOKEN, Sampler, SamplingParams, noisy_probabilities, process_rows
+from lookfar.speculation.draft_state import DraftState
 
 PROCESSORS = {
     "none": LogitsProcessorList(),
@@ -76,7 +79,9 @@ def test_rows_find_the_noise_of_their_positions() -> None:
     of_row = lambda row, position: noise.at(position, row, 50).data_ptr()  # noqa: E731
     expected = [0] * 3 + [0, *(of_row(1, 2 + depth) for depth in (0, *tree.depths.tolist()))] + [0] * 6
     assert found == [*expected, of_row(3, 0), 0]
-    assert {tensor.data_ptr() for tensor in kept} == {noise.at(position, 0, 50).data_ptr() for position in (0, 2, 3, 4, 5)}
+    assert {tensor.data_ptr() for tensor in kept} == {
+        noise.at(position, 0, 50).data_ptr() for position in (0, 2, 3, 4, 5)
+    }
 
 
 def test_sampled_tokens_are_taken_for_requests_that_sample() -> None:
@@ -86,6 +91,50 @@ def test_sampled_tokens_are_taken_for_requests_that_sample() -> None:
     choices = np.arange(9)
     take_sampled(choices, 100 + np.arange(9), np.array([0, 4, 7]), plan.flat.about, np.array([True, False, True]))
     assert choices.tolist() == [0, 101, 102, 103, 4, 5, 6, 7, 8]
+
+
+def test_requests_with_the_same_processors_are_sampled_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator, in steps that are too large for a graph; NaN scores end their own request only."""
+    calls: list[int] = []
+    choose = lookfar.engine.verify.choose_rows
+
+    def counted(processors: Any, logits: torch.Tensor, noise: Any) -> Any:
+        calls.append(len(logits))
+        return choose(processors, logits, noise)
+
+    monkeypatch.setattr(lookfar.engine.verify, "choose_rows", counted)
+    monkeypatch.setattr(lookfar.engine.verify, "ROWS_TOGETHER", 9)
+    torch.manual_seed(2)
+    scores, tree = 3 * torch.randn(16, 40), DraftTree.from_paths([[1, 2], [3]])
+    scores[8] = torch.nan
+    trees = [tree, tree, NO_TREE, tree, NO_TREE]
+    requests = []
+    for row, temperature in enumerate([0.7, 0.7, 0.7, 0.7, 1.3]):
+        processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+        noise = SamplingNoise(5, torch.device("cpu"), torch.Generator().manual_seed(4))
+        sampling = SamplingParams(processors, RandomStream(noise, row))
+        state = RequestState(Request([5], 40, sampling=sampling), row, 0, DraftState(40))
+        state.start()
+        state.samples_by_row, state.has_rules = True, False  # as on an accelerator
+        requests.append(state)
+    plan = StepPlan([RequestPlan(np.zeros(1, np.int64), 0, tree=tree) for tree in trees])
+    starts = np.cumsum([0, *plan.lengths[:-1]])
+    result = StepResult(
+        starts, scores.argmax(-1).numpy(), lambda place, rows: scores[starts[place] + rows[0] :][: len(rows)]
+    )
+    walks = verify(requests, plan, result)
+    assert calls == [9, 4, 1]
+    assert walks[2] is None
+    assert isinstance(requests[2].error, SamplingError)
+    for place in (0, 1, 3, 4):
+        state, walk = requests[place], walks[place]
+        assert walk is not None
+        for depth, token in enumerate(walk.tokens):
+            node = walk.nodes[depth - 1] if depth else -1
+            row = scores[starts[place] + 1 + node]
+            noise = SamplingNoise(5, torch.device("cpu"), torch.Generator().manual_seed(4))
+            own = process_rows(state.sampler.processors, row[None])
+            assert token == int(noisy_probabilities(own, noise.at(depth, place, 40)[None]).argmax())
 
 
 def test_processors_that_do_the_same_are_one() -> None:
@@ -119,13 +168,13 @@ def test_processors_that_do_the_same_are_one() -> None:
 def test_drawn_in_graphs(how: dict[str, Any], strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `generate` samples, before and after sampling is captured; nothing is sampled on the host."""
     calls: list[int] = []
-    by_host = Sampler.choose_rows
+    by_host = lookfar.engine.verify.choose_rows
 
     def counted(*arguments: Any) -> Any:
         calls.append(1)
         return by_host(*arguments)
 
-    monkeypatch.setattr(Sampler, "choose_rows", counted)
+    monkeypatch.setattr(lookfar.engine.verify, "choose_rows", counted)
     model = tiny_model("llama", torch.float32)
     lm, new = lookfar.LM(model, max_batch=3), 80
     budget = None if strategy == "none" else 16

@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList
 import lookfar.sampling.noise
 from lookfar.errors import RequestError
 from lookfar.sampling.noise import RandomStream, SamplingNoise
-from lookfar.sampling.sampler import Sampler, SamplingParams, pick
+from lookfar.sampling.sampler import Sampler, SamplingParams, choose_rows, pick
 
 CPU = torch.device("cpu")
 
@@ -31,9 +31,10 @@ def test_a_pick_is_what_multinomial_draws(seed: int) -> None:
     for processors in (LogitsProcessorList(), None):
         random = RandomStream(SamplingNoise(1, CPU, torch.Generator().manual_seed(seed)), 0)
         sampler = Sampler(SamplingParams(processors, random), [1])
-        assert sampler.choose_rows(np.arange(1, 5), logits).tolist() == expected
-        reverse = logits[[0, 4, 3, 2, 1]]
-        assert sampler.choose_rows(np.arange(4, 0, -1), reverse).tolist() == [expected[0], *expected[:0:-1]]
+        noise = sampler.noise_of(np.arange(1, 5), 3000)
+        assert choose_rows(processors, logits, noise).tolist() == expected
+        reverse, noise = logits[[0, 4, 3, 2, 1]], sampler.noise_of(np.arange(4, 0, -1), 3000)
+        assert choose_rows(processors, reverse, noise).tolist() == [expected[0], *expected[:0:-1]]
 
 
 def test_noise_that_was_dropped_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Hashable, Iterator, Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter
 
 import numpy as np
+import torch
 
+from lookfar.core.arrays import Ints
 from lookfar.core.jit import jit
 from lookfar.core.plan import COMPLETE, FIRST_NODE, NUM_NODES, NUM_PENDING, RequestPlan, StepPlan
 from lookfar.core.tree import ROOT, DraftTree
 from lookfar.engine.request import FinishReason, RequestState
 from lookfar.engine.stopping import finish_reason
 from lookfar.runners.base import StepResult
-from lookfar.sampling.sampler import check_sampled
+from lookfar.sampling.sampler import check_sampled, choose_rows
+
+ROWS_TOGETHER = 64  # sampled in one call, which copies their scores a few times
 
 
 @dataclass(slots=True)
@@ -106,19 +110,49 @@ def _sample_rows(requests: Seq[RequestState], plan: StepPlan, result: StepResult
     if result.sampled is not None:
         take_sampled(result.choices, result.sampled, result.starts, plan.flat.about, np.array(by_row))
         return seconds
+    alike: dict[Hashable, list[int]] = {}  # requests whose rows are sampled in one call
     for place, request in enumerate(requests):
-        if not by_row[place] or not plan.complete[place]:
-            continue
-        rows, started = plan.requests[place], perf_counter()
-        first, count = int(result.starts[place]) + rows.last_row, 1 + len(rows.tree)
+        if by_row[place] and plan.complete[place]:
+            own = request.sampler.fingerprint
+            alike.setdefault(place if own is None else (own, request.sampler.device), []).append(place)
+    for places in (few for group in alike.values() for few in _in_parts(group, plan)):
+        started = perf_counter()
         try:
-            of_request = np.arange(rows.last_row, rows.last_row + count)
-            sampled = request.sampler.choose_rows(rows.tree.depths, result.logits(place, of_request))
-            result.choices[first : first + count] = sampled
-            seconds[place] = perf_counter() - started
+            _sample_together(places, requests, plan, result)
+            seconds |= dict.fromkeys(places, (perf_counter() - started) / len(places))
         except BaseException as error:
-            request.fail(error)
+            for place in places:
+                requests[place].fail(error)
     return seconds
+
+
+def _in_parts(places: Seq[int], plan: StepPlan) -> Iterator[list[int]]:
+    """Divide requests by `ROWS_TOGETHER`."""
+    part: list[int] = []
+    rows = 0
+    for place in places:
+        own = 1 + len(plan.requests[place].tree)
+        if part and rows + own > ROWS_TOGETHER:
+            yield part
+            part, rows = [], 0
+        part.append(place)
+        rows += own
+    yield part
+
+
+def _sample_together(places: Seq[int], requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> None:
+    """Sample the tokens after all rows of some requests with the same logits processors."""
+    chosen: list[Ints] = []
+    logits: list[torch.Tensor] = []
+    noise: list[torch.Tensor] = []
+    for place in places:
+        rows = plan.requests[place]
+        of_request = np.arange(rows.last_row, rows.last_row + 1 + len(rows.tree))
+        chosen.append(of_request + int(result.starts[place]))
+        logits.append(result.logits(place, of_request))
+        noise += requests[place].sampler.noise_of(rows.tree.depths, logits[-1].shape[-1])
+    processors = requests[places[0]].sampler.processors
+    result.choices[np.concatenate(chosen)] = choose_rows(processors, torch.cat(logits), noise)
 
 
 @jit

@@ -77,11 +77,6 @@ class Sampler:
             self.logits.append(logits.to(torch.float32, copy=True))  # a view would keep all rows of the step
         return int(pick(scores, noise)[0])
 
-    def choose_rows(self, depths: Int32s, logits: torch.Tensor) -> Ints:
-        """Choose the tokens after the last one and after nodes of these depths in one call, [rows, vocabulary]."""
-        scores = process_rows(self.params.processors, logits)
-        return pick(scores, torch.stack(self.noise_of(depths, scores.shape[-1])))
-
     def noise_of(self, depths: Int32s, width: int) -> list[torch.Tensor]:
         """Return the noise for the token after the last one and after nodes of these depths, each [vocabulary]."""
         assert self.params.random is not None
@@ -142,6 +137,11 @@ def process_rows(processors: LogitsProcessorList | None, logits: torch.Tensor) -
     return processed
 
 
+def choose_rows(processors: LogitsProcessorList | None, logits: torch.Tensor, noise: Seq[torch.Tensor]) -> Ints:
+    """Sample a token of each row, [rows, vocabulary], with its own noise; `NO_TOKEN` where the scores are NaN."""
+    return sample_with(process_rows(processors, logits), torch.stack(list(noise)))
+
+
 def noisy_probabilities(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """`softmax(scores) / Exp(1)`; its argmax is the sample."""
     return torch.softmax(scores, -1) / noise.to(scores.device)
@@ -152,9 +152,15 @@ def pick(scores: torch.Tensor, noise: torch.Tensor | None) -> Ints:
     if noise is None:
         chosen: Ints = scores.argmax(-1).cpu().numpy()
         return chosen
+    sampled = sample_with(scores, noise)
+    check_sampled(sampled)
+    return sampled
+
+
+def sample_with(scores: torch.Tensor, noise: torch.Tensor) -> Ints:
+    """Return the sampled token of each row; `NO_TOKEN` where the scores are NaN."""
     highest, tokens = noisy_probabilities(scores, noise).max(-1)
     sampled: Ints = tokens.masked_fill(highest.isnan(), NO_TOKEN).cpu().numpy()
-    check_sampled(sampled)
     return sampled
 
 

@@ -99,17 +99,17 @@ class Candidates:
 @jit
 def cut(nodes, scores, chosen, owners, batch):  # type: ignore[no-untyped-def]
     """Return the chosen candidates as `DraftTrees`: columns, scores, and where each of the `batch` trees begins."""
-    starts, place = np.zeros(batch + 1, np.int32), np.full(len(nodes), -1, np.int32)
+    starts = np.zeros(batch + 1, np.int32)
     for i in range(len(chosen)):
-        place[chosen[i]] = starts[owners[i] + 1]  # in its own tree
+        nodes[chosen[i], LOW] = starts[owners[i] + 1]  # its place in its own tree: its drafts are not needed any more
         starts[owners[i] + 1] += 1
     for owner in range(batch):
         starts[owner + 1] += starts[owner]
     columns, chances = np.empty((5, len(chosen)), np.int32), np.empty(len(chosen), np.float32)
     for i in range(len(chosen)):
-        node = chosen[i]
-        at = starts[owners[i]] + place[node]
-        columns[0, at], columns[1, at] = nodes[node, TOKEN], place[nodes[node, PARENT]]
+        node, parent = chosen[i], nodes[chosen[i], PARENT]
+        at = starts[owners[i]] + nodes[node, LOW]
+        columns[0, at], columns[1, at] = nodes[node, TOKEN], nodes[parent, LOW] if nodes[parent, PARENT] >= 0 else -1
         columns[2, at], columns[3, at] = nodes[node, DEPTH], nodes[node, TOP_SOURCE]
         columns[4, at], chances[at] = nodes[node, NUM_SOURCES], scores[node]
     return columns, chances, starts

@@ -18,9 +18,9 @@ from lookfar.speculation.cost_file import Experience
 from lookfar.speculation.host_cost import HostCost
 
 SPECULATIVE_STEPS = 64  # steps of one request that the speculative rate is measured over
+MIN_STEPS = 6  # however many requests there are
 EARLY_STEPS = 24  # steps, divided by the requests, after which a rate that is clearly lower is believed
-MAX_EARLY = 8
-MIN_STEPS = 3  # however many requests there are
+MIN_EARLY, MAX_EARLY = 3, 8
 BASE_STEPS = 6  # steps without speculation that tell their rate: each emits one token per request
 RECENT_STEPS = 12  # steps whose times count: the load of a machine changes
 MAX_TRIALS, PRIOR_TRIALS = 8, 0.25  # trials that the slowdown is averaged over, and what a slowdown of 1 is worth
@@ -110,7 +110,7 @@ class SpeculationController:
         known = (earlier.fixed, earlier.per_row) if earlier is not None else (0.0, 0.0)
         self.host = HostCost(*known, alone=requests == 1)
         self._steps = {True: max(MIN_STEPS, SPECULATIVE_STEPS // requests), False: BASE_STEPS}
-        self._early = min(max(MIN_STEPS, EARLY_STEPS // requests), MAX_EARLY)
+        self._early = min(max(MIN_EARLY, EARLY_STEPS // requests), MAX_EARLY)
         self._rates = {mode: Rate(steps) for mode, steps in self._steps.items()}
         self._slowdown = Slowdown()
         self._wait = self._steps[True] if self.speculating else MIN_INTERVAL  # steps until the other mode is tried
@@ -202,7 +202,8 @@ class SpeculationController:
         faster = speed_up >= self._least
         kept, other = self._rates[faster], self._rates[not faster]
         lost = len(other) * other.seconds * (1 - min(speed_up, 1 / speed_up))
-        least = 2 * self._interval if faster == self.speculating else MIN_INTERVAL
+        is_clear = faster or speed_up < CLEARLY_SLOWER  # a rate just below the other may soon be above it
+        least = 2 * self._interval if faster == self.speculating and is_clear else MIN_INTERVAL
         self._interval = int(min(max(least, lost / max(REGRET * kept.seconds, 1e-9)), MAX_INTERVAL))
         self._wait, self._since = self._interval, 0
         self.speculating, self._tried = faster, True

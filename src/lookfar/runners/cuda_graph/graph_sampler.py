@@ -21,7 +21,7 @@ from lookfar.kernels.sampling import sample
 from lookfar.runners.cuda_graph.capture import capture_graph
 from lookfar.sampling.sampler import process_rows
 
-WORTH_CAPTURING = 256  # uses of a sampler before it is captured, which takes a fraction of a second
+WORTH_CAPTURING = 16  # uses of a sampler before it is captured, which takes some milliseconds
 
 
 def set_noise_addresses(addresses: Ints, plan: StepPlan, width: int) -> list[torch.Tensor]:
