@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -31,6 +35,7 @@ import lookfar
 from lookfar.bench.differences import margin_after
 from lookfar.bench.methods import cut, left_padded
 from lookfar.bench.steps import random_model
+from lookfar.core.cache_dir import cache_dir
 from lookfar.core.ids import first_difference
 from lookfar.core.plan import StepPlan
 from lookfar.engine.costs import tree_plan
@@ -345,6 +350,61 @@ def cells() -> None:
         report(**row)
 
 
+def budgets() -> None:
+    """One request with an automatic budget and with fixed ones: from an empty cache directory, in a second process."""
+    with TemporaryDirectory() as folder:
+        for which in ("empty cache", "second process"):
+            caches = {name: f"{folder}/{name}" for name in ("LOOKFAR_CACHE", "TRITON_CACHE_DIR")}
+            Path(caches["LOOKFAR_CACHE"]).mkdir(exist_ok=True)
+            for kept in cache_dir().glob("SmolLM2*"):  # the model itself is there already
+                if not (own := Path(caches["LOOKFAR_CACHE"], kept.name)).exists():
+                    own.symlink_to(kept)
+            out = Path(folder, "budgets.json")
+            command = [
+                sys.executable,
+                __file__,
+                "--data",
+                str(options.data),
+                "--only",
+                "budgets_here",
+                "--out",
+                str(out),
+            ]
+            subprocess.run(command, env=os.environ | caches, check=True)
+            for row in json.loads(out.read_text())["budgets_here"]:
+                report(cache=which, **row)
+
+
+def budgets_here() -> None:
+    """The same in this process, methods in turn and twice; `auto` begins, with nothing known."""
+    lm = demo(compile=True)
+    lm.warmup()
+    texts = prompts(lm, 20, ("mt_bench", "humaneval", "gsm8k"))
+    ways: dict[str, dict[str, Any]] = {"auto": {"strategy": "auto"}, "none": {"strategy": "none"}}
+    ways |= {str(rows): {"budget": rows} for rows in (8, 16, 32, 64, 128)}
+    rounds = [{name: run_all(lm, texts, 256, **how) for name, how in ways.items()} for _ in range(2)]
+    natural = [is_natural(one.token_ids) for one in rounds[0]["none"]]
+    first = {name: rate(done) for name, done in rounds[0].items()}
+    rates = {name: median(rate(one[name]) for one in rounds) for name in ways}
+    some = {name: median(rate(one[name], natural) for one in rounds) for name in ways}
+    best = max(list(ways)[2:], key=lambda name: rates[name])
+    for name in ways:
+        total = add_up(one.stats for one in rounds[-1][name])
+        pairs = zip(rounds[0]["none"], rounds[-1][name], strict=True)
+        report(
+            budget=name,
+            tokens_per_second=rates[name],
+            natural_tokens_per_second=some[name],
+            over_none=rates[name] / rates["none"],
+            natural_over_none=some[name] / some["none"],
+            tokens_per_step=total.tokens_per_step,
+            rows_per_step=total.rows_per_step,
+            host_microseconds=1e6 * total.host_seconds / total.steps,
+            different=sum(a.token_ids != b.token_ids for a, b in pairs),
+        )
+    report(budget="auto over best", best=best, ratio=rates["auto"] / rates[best], first=first["auto"] / first[best])
+
+
 def at_once(lm: lookfar.LM, texts: list[list[int]], size: int, **arguments: Any) -> Tokens:
     """Decode texts as requests of their own, `size` at a time, each with a seed of its own if it is sampled."""
     lm.forget()
@@ -433,10 +493,12 @@ SECTIONS = {
     "sampled": sampled,
     "batches": batches,
     "cells": cells,
+    "budgets": budgets,
     "exact": exact,
     "exact_cost": exact_cost,
     "alone": alone_and_in_a_batch,
     "start": start,
+    "budgets_here": budgets_here,  # called by `budgets`
 }
 
 
@@ -444,7 +506,7 @@ def main() -> None:
     global options, section
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--only", default=",".join(list(SECTIONS)[1:]))
+    parser.add_argument("--only", default=",".join(list(SECTIONS)[1:-1]))
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     options = parser.parse_args()
     if options.out.exists():  # other sections are kept

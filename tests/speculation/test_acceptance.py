@@ -19,7 +19,7 @@ def build(draft: list[int], score: int, acceptance: AcceptanceModel) -> Candidat
     runner_ups = np.full((1, 7), -1, np.int32), np.zeros((1, 7), np.float32)
     roots = RootArrays(one([[1, 2, 9, 0]], np.int32), *runner_ups, no_off_path(1), np.ones(1, np.float32))
     inputs = BuildInputs(drafts, roots, NoiseArrays.unknown(1), NO_RECYCLING, acceptance)
-    return build_candidates(inputs, BuildLimits(8, np.full(1, 8, np.int32), 0.0, 100))
+    return build_candidates(inputs, BuildLimits(8, np.full(1, 8, np.int32), np.zeros(1, np.float32), 100))
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])

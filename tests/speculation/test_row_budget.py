@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from lookfar.core.plan import RunnerLimits
 from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.host_cost import HostCost
-from lookfar.speculation.row_budget import Prices, Ranking, RowBudget, StepRows, Windows, best_count
+from lookfar.speculation.row_budget import Prices, Ranking, RowBudget, StepRows, Windows, best_count, least_slopes
 
 FLAT = CostCurve({1: 1.0, 64: 1.0})
 STEEP = CostCurve({1: 1.0, 2: 2.0, 64: 64.0})
@@ -34,6 +34,14 @@ def test_the_count_with_the_best_rate_is_found(candidates: list[tuple[float, int
     count, found = best_count(scores, owners, widths, curve.table(99), 0.0, True)
     assert found == pytest.approx(rate(count), rel=1e-4)
     assert found >= max(map(rate, range(len(scores) + 1))) * (1 - 1e-4)
+
+
+@given(st.lists(st.floats(0.0, 3.0, width=32), min_size=1, max_size=40))
+def test_the_least_cost_of_a_further_row_is_found(costs: list[float]) -> None:
+    table = np.array(costs, np.float32)
+    for rows, slope in enumerate(least_slopes(table)):
+        found = [(table[more] - table[rows]) / (more - rows) for more in range(rows + 1, len(table))]
+        assert slope == pytest.approx(max(min(found, default=0.0), 0.0), abs=1e-6)
 
 
 def test_rows_that_cost_nothing_are_all_taken_and_expensive_ones_not() -> None:

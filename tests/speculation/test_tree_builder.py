@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import numpy as np
@@ -60,8 +61,9 @@ def inputs_of(batch: Drafts, max_depth: int = 9, table: RecycleTable = NO_RECYCL
     )
 
 
-def limits(most: int, each: int | None = None, min_score: float = 0.0, vocab_size: int = 100) -> BuildLimits:
-    return BuildLimits(most, np.full(3, most if each is None else each, np.int32), np.float32(min_score), vocab_size)
+def limits(most: int, each: int | None = None, least: Seq[float] = (0.0,), vocab_size: int = 100) -> BuildLimits:
+    each_most = np.full(3, most if each is None else each, np.int32)
+    return BuildLimits(most, each_most, np.array(least, np.float32), vocab_size)
 
 
 def paths(found: Candidates, owner: int) -> list[tuple[int, ...]]:
@@ -112,9 +114,11 @@ def test_the_best_are_chosen_and_limits_hold(batch: Drafts, most: int, each: int
     if each >= most:
         best = np.sort(everything.scores[everything.chosen])[::-1][:most]
         assert np.allclose(scores, best, atol=1e-6)
-    above = build_candidates(inputs_of(batch, max_depth), limits(500, min_score=0.2))
+    above = build_candidates(inputs_of(batch, max_depth), limits(500, least=[0.2]))
     assert (above.scores[above.chosen] >= 0.2).all()
     assert len(above.chosen) == (everything.scores[everything.chosen] >= 0.2).sum()
+    few = build_candidates(inputs_of(batch, max_depth), limits(500, least=[0.2, 0.2, 0.4, 0.2]))
+    assert len(few.chosen) == (2 if len(above.chosen) > 2 and above.chosen_scores[2] < 0.4 else len(above.chosen))
 
 
 def test_a_draft_ends_before_a_token_that_is_outside_the_vocabulary() -> None:

@@ -67,7 +67,9 @@ class BuildLimits(NamedTuple):
 
     max_nodes: int  # of all requests together
     max_per_request: Int32s  # [batch]
-    min_score: float  # times the urgency
+    # Scores, times the urgency, that are too low: the first always, the next ones for a further candidate where so many
+    # are chosen, the last one beyond.
+    least_scores: Floats
     vocab_size: int  # drafts end before a token that is outside the vocabulary
 
 

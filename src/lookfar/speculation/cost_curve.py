@@ -45,7 +45,7 @@ class CostCurve:
         self.refined = 0  # real steps of this process
         self._drifts: dict[str, tuple[float, int]] = {}  # by the kind of step, with the steps behind it
         self._credit = 0.0  # seconds for exploration
-        self._may_explore = False
+        self.may_explore = False  # in the next step
         self._explored = 0.0  # what the step that was chosen would have cost, if another size is tried instead
         self._table: Floats = np.zeros(0, np.float32)
 
@@ -95,7 +95,7 @@ class CostCurve:
         self.refined += 1
         if self.refined % REFRESH_STEPS == 0:
             self._table = self._table[:0]
-            self._may_explore = True
+            self.may_explore = True
 
     def _refine_shape(self, rows: int, error: float) -> bool:
         """Change the points next to a number of rows; returns whether one of them was new to real steps."""
@@ -133,9 +133,9 @@ class CostCurve:
         """
         table = self.table(max(chosen, most))
         self._credit += EXPLORATION * float(table[chosen])
-        if not self._may_explore:
+        if not self.may_explore:
             return chosen
-        self._may_explore = False
+        self.may_explore = False
         own = int(np.searchsorted(self.rows, chosen))
         options = []
         for point, size in enumerate(self.rows):

@@ -245,7 +245,7 @@ def build_group(
     if step.limits.chain:  # a choice between paths
         most = np.maximum(group.own_rows, np.clip(CANDIDATES * group.own_rows, *CANDIDATE_RANGE)).astype(np.int32)
         max_nodes = int(most.sum())
-    limits = BuildLimits(max_nodes, most, budget.min_score(step, prices), vocab_size)
+    limits = BuildLimits(max_nodes, most, budget.least_scores(step, prices), vocab_size)
     inputs = proposals.of(group.chosen, step.limits.depth)
     return DraftedGroup(group.members, build_candidates(inputs, limits), inputs.acceptance)
 

@@ -22,9 +22,10 @@ Budget = int | Literal["auto"] | None
 BudgetKind = Literal["all", "number", "auto"]
 AUTO_ROWS = 128  # the most rows that an automatic budget gives one request
 MAX_ROWS = 512
-ANY_NUMBER, ANY_SCORE = 1 << 30, 0.0
+ANY_NUMBER = 1 << 30
+ANY_SCORE: Floats = np.zeros(1, np.float32)
 # An automatic budget ignores candidates below an acceptance probability between these, by the least cost of a row.
-MIN_AUTO_SCORE, MAX_MIN_SCORE = 0.002, 0.1
+MIN_AUTO_SCORE, MAX_MIN_SCORE = np.float32(0.002), np.float32(0.1)
 CAUTION = 0.5  # estimates may be too low by this factor
 RATE = 0.25  # how fast the expected rate follows the last steps
 MAX_USES = 16  # of a table of costs, until it follows what was learned
@@ -63,7 +64,7 @@ class Prices:
         self._table: Floats = np.zeros(0, np.float32)
         self._device, self._host = self._table, self._table  # the parts of the table
         self._uses = 0
-        self._slopes: dict[tuple[int, int], float] = {}  # by the rows and the most rows of a step
+        self._slopes: dict[int, Floats] = {}  # by the length of the table that they are of
 
     def table(self, most: int) -> Floats:
         """Return the seconds of a step of 0 … `most` rows, as they were known a few steps ago."""
@@ -76,12 +77,11 @@ class Prices:
             self._slopes.clear()
         return self._table[: most + 1]
 
-    def least_slope(self, rows: int, table: Floats) -> float:
-        """Return the least cost of a further row in a step of so many rows."""
-        key = rows, len(table)
-        if key not in self._slopes:
-            self._slopes[key] = float(least_slope(table, rows))
-        return self._slopes[key]
+    def slopes(self, table: Floats) -> Floats:
+        """Return the least cost of a further row in steps of 0, 1, … rows."""
+        if len(table) not in self._slopes:
+            self._slopes[len(table)] = least_slopes(table)
+        return self._slopes[len(table)]
 
     def shared_table(self, busiest: Ints) -> Floats:
         """Return the seconds of steps that ranks share, given the rows of the busiest rank for 0, 1, … rows in all."""
@@ -165,15 +165,22 @@ class RowBudget:
         asked = sum(max_rows[i] if kind != "number" else int(budgets[i] or 1) - 1 for i in members)
         return cls(kind, members, max_rows, asked, max(max_rows[i] for i in members))
 
-    def min_score(self, step: StepRows, prices: Prices) -> float:
-        """Return a score below which no candidate can pay: it would bring less than its row costs at the least."""
+    def least_scores(self, step: StepRows, prices: Prices) -> Floats:
+        """Return scores below which a further candidate cannot pay, for each number of those chosen before it.
+
+        It would bring less than its row costs at the least.
+        """
         if self.kind != "auto":
             return ANY_SCORE
-        rows = step.fed
         table = self._table(step, prices)
-        rate = max(len(step.lengths) / float(table[rows]), self.rate)
-        slope = prices.least_slope(rows, table) if step.limits.ranks == 1 else float(least_slope(table, rows))
-        return min(max(CAUTION * rate * slope, MIN_AUTO_SCORE), MAX_MIN_SCORE)
+        rate = max(len(step.lengths) / float(table[step.fed]), self.rate)
+        slopes = prices.slopes(table) if step.limits.ranks == 1 else least_slopes(table)
+        counted = not step.limits.padded and not step.limits.chain
+        assert prices.costs is not None
+        end = None if counted and not prices.costs.may_explore else step.fed + 1  # one, for any number
+        least: Floats = np.maximum(slopes[step.fed : end] * np.float32(CAUTION * rate), MIN_AUTO_SCORE)
+        np.minimum(least, MAX_MIN_SCORE, out=least)
+        return least
 
     def _table(self, step: StepRows, prices: Prices) -> Floats:
         """Return the seconds of a step by its rows, with the host's part."""
@@ -279,9 +286,18 @@ def best_count(scores, owners, lengths, costs, bonus, padded):  # type: ignore[n
 
 
 @jit
-def least_slope(costs, rows):  # type: ignore[no-untyped-def]
-    """Return the least cost of a further row, on average, up to any larger number of rows."""
-    least = np.inf
-    for more in range(rows + 1, len(costs)):
-        least = min(least, (costs[more] - costs[rows]) / (more - rows))
-    return max(least, 0.0) if np.isfinite(least) else 0.0
+def least_slopes(costs):  # type: ignore[no-untyped-def]
+    """Return the least cost of a further row, on average up to any larger number of rows, for 0, 1, … rows."""
+    slopes, hull, size = np.zeros(len(costs), np.float32), np.empty(len(costs), np.int64), 0
+    for rows in range(len(costs) - 1, -1, -1):
+        # The larger numbers that can be the best ones to go to form the lower convex hull, the nearest one last.
+        slope = np.float32(0)
+        while size:
+            slope = (costs[hull[size - 1]] - costs[rows]) / (hull[size - 1] - rows)
+            if size == 1 or slope < (costs[hull[size - 2]] - costs[rows]) / (hull[size - 2] - rows):
+                break
+            size -= 1
+        slopes[rows] = max(slope, np.float32(0))
+        hull[size] = rows
+        size += 1
+    return slopes

@@ -50,10 +50,10 @@ class StepRecord:
         emitted = [len(walk.tokens) if walk is not None else 0 for walk in self.walks]
         if self.drafts is None:
             return float(sum(emitted))
-        drafted = [max(emitted[member.place] - 1, 0) for member in self.drafts.members]
-        extra = float(np.dot(self.drafts.urgency, drafted))
+        weights = zip(self.drafts.urgency.tolist(), self.drafts.members, strict=True)
+        extra: float = sum(weight * max(emitted[member.place] - 1, 0) for weight, member in weights)
         expected = self.drafts.expected
-        return float(sum(map(bool, emitted)) + (extra if expected is None else (extra + expected) / 2))
+        return sum(map(bool, emitted)) + (extra if expected is None else (extra + expected) / 2)
 
     def observers(self) -> tuple[list[int], list[int]]:
         """Return the requests whose drafters observe the step, and those where only drafters from hidden states do."""

@@ -138,12 +138,15 @@ def grow(work, sources, weights, limits, room, picked):  # type: ignore[no-untyp
     set_roots(work, roots)
     sort_by_owner(work, drafts.owners, batch)
     used, heap_size, picks, next_root = batch, 0, 0, 0
+    least_scores, least = limits.least_scores, limits.least_scores[0]
     while next_root < batch or (heap_size and picks < limits.max_nodes):
         if next_root < batch:  # all roots are expanded first
             node = next_root
             next_root += 1
         else:
             node, heap_size = pop(heap, heap_size, values)
+            if values[node] < least_scores[min(picks, len(least_scores) - 1)]:
+                break  # and so are all that are left
             owner = nodes[node, OWNER]
             if taken[owner] == limits.max_per_request[owner]:
                 continue
@@ -155,7 +158,7 @@ def grow(work, sources, weights, limits, room, picked):  # type: ignore[no-untyp
             continue
         count = expand(work, node, used, sources, weights, limits)
         for child in range(used, used + count):
-            if values[child] >= limits.min_score:
+            if values[child] >= least:
                 heap_size = push(heap, heap_size, values, child)
         used += count
     return used, picks
@@ -213,7 +216,7 @@ def expand(work, node, used, sources, weights, limits):  # type: ignore[no-untyp
     """Add the children of a node as nodes `used …`, with their scores; returns their number."""
     drafts, roots, noise, table = sources
     value = max(work.values[node], SMALLEST)
-    vocab_size, min_share = limits.vocab_size, np.float32(limits.min_score * SAFE_SHARE) / value
+    vocab_size, min_share = limits.vocab_size, limits.least_scores[0] * np.float32(SAFE_SHARE) / value
     nodes, scores, values, children = work.nodes, work.scores, work.values, work.children
     tokens, child_table, log_odds = children.tokens, children.child_table, children.log_odds
     b, parent, depth = nodes[node, OWNER], nodes[node, PARENT], nodes[node, DEPTH]
