@@ -8,6 +8,7 @@ import torch
 
 from families import DEVICE
 from lookfar.core.arrays import Int32s
+from lookfar.core.packed_kv import alike
 from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.tree import DraftTree
 from lookfar.kernels import reference
@@ -275,6 +276,18 @@ def test_rows_are_written_and_moved_and_slots_copied() -> None:
     for length in (6, 41):
         mover.copy(1, 0, length)
         expected._copy(1, 0, length)
+    for start, end in ((0, 3), (2, 41)):
+        groups = alike(expected.buffers.tensors())
+        packed = mover.pack(1, start, end)
+        assert packed.length == end - start
+        for block, group in zip(packed.blocks, groups, strict=True):
+            assert torch.equal(block, torch.stack([buffer[1, :, start:end] for buffer in group]))
+        mover.unpack(0, packed.part(1, packed.length))
+        for buffer, part in zip(expected.buffers.tensors(), [one for b in packed.blocks for one in b], strict=True):
+            buffer[0, :, : packed.length - 1] = part[:, 1:]
+    mover.apply({1: ([3, 7, 9, *range(20, 60)], range(2, 45))})
+    expected._moves[1] = [3, 7, 9, *range(20, 60)], range(2, 45)
+    expected.apply_moves()
     for ours, theirs in zip(cache.buffers.layers, expected.buffers.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys)
         assert torch.equal(ours.values, theirs.values)

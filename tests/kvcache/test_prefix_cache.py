@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from families import DEVICE, tiny_model
 from helpers import eager_engine, random_prompts, reference
 from lookfar.core.ids import common_prefix
+from lookfar.core.packed_kv import PackedKV
 from lookfar.drafters.registry import parse_strategy
 from lookfar.engine.request import KVOptions, Request
-from lookfar.kvcache.base import KVState
 from lookfar.kvcache.prefix_cache import MIN_TOKENS, PrefixCache
 from lookfar.lm import LM
 from lookfar.testing import run_requests
@@ -21,11 +21,11 @@ from lookfar.testing import run_requests
 BYTES = 2 * 2 * 3 * 4  # of a token below: keys and values, two heads, three numbers of four bytes
 
 
-def kv_of(tokens: list[int], start: int, end: int) -> KVState:
+def kv_of(tokens: list[int], start: int, end: int) -> PackedKV:
     """KV in which every position says which text it belongs to."""
     marks = torch.tensor([hash(tuple(tokens[: i + 1])) % 997 for i in range(start, end)], dtype=torch.float32)
-    keys = marks[None, None, :, None].expand(1, 2, -1, 3).clone()
-    return KVState([None, (keys, keys + 0.5)], end - start)
+    keys = marks[None, :, None].expand(2, -1, 3)
+    return PackedKV((torch.stack([keys, keys + 0.5]),), end - start)
 
 
 def texts(rng: random.Random, count: int) -> list[list[int]]:
@@ -49,9 +49,7 @@ def test_the_longest_known_beginning_is_found_with_its_kv(seed: int) -> None:
             found = cache.find(space, text)
             assert (found.length if found is not None else 0) == (length if length >= MIN_TOKENS else 0)
             if found is not None:
-                expected = kv_of(text, 0, length)
-                assert found.layers[0] is None
-                assert all(torch.equal(a, b) for a, b in zip(found.layers[1], expected.layers[1], strict=True))  # type: ignore[arg-type]
+                assert torch.equal(found.blocks[0], kv_of(text, 0, length).blocks[0])
         cache.add(name, text, lambda start, end, text=text: kv_of(text, start, end))  # type: ignore[misc]
         if len(text) >= MIN_TOKENS:
             known[name].append(text)

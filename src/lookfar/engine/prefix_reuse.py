@@ -35,7 +35,7 @@ class PrefixReuse:
             known = self.prefixes.find(kv.namespace, state.ids[:-1])  # the logits after the last token are needed
             if known is not None:
                 with suppress(*NO_MEMORY):  # then it is computed again
-                    state.num_cached = self._cache.import_kv(state.kv, known)
+                    state.num_cached = self._cache.unpack(state.kv, known)
 
     def comes_soon(self, state: RequestState, running: Iterable[RequestState]) -> bool:
         """Whether a running request is reading much of the same prompt: waiting is faster than reading it twice."""
@@ -56,7 +56,7 @@ class PrefixReuse:
         if self.prefixes is not None and kv.reuse and _is_known(state):
             tokens = state.ids[: state.num_cached]
             try:
-                self.prefixes.add(kv.namespace, tokens, partial(self._cache.export_kv, state.kv))
+                self.prefixes.add(kv.namespace, tokens, partial(self._cache.pack, state.kv))
             except NO_MEMORY:
                 self.prefixes.clear()
 

@@ -125,6 +125,10 @@ def rehearse(engine: Engine, examples: Seq[Request]) -> None:
         other.add(whole)
         while other.has_work:
             other.step()
+    if engine.cache.shares_prefixes:
+        handle, _ = engine.cache.allocate()
+        engine.cache.unpack(handle, engine.cache.pack(handle, 0, 1))
+        engine.cache.free(handle)
     engine.cache.forget()
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import Cache
 
+from lookfar.core.packed_kv import PackedKV
 from lookfar.core.plan import StepPlan
 
 KVHandle = int
@@ -38,7 +39,7 @@ class KVCache(ABC):
     state keeps all rows of a step or none.
     """
 
-    shares_prefixes = False  # whether the KV of any positions can be exported, and imported for another request
+    shares_prefixes = False  # whether the KV of any positions can be packed, and unpacked for another request
 
     @property
     @abstractmethod
@@ -105,6 +106,14 @@ class KVCache(ABC):
     @abstractmethod
     def import_kv(self, handle: KVHandle, state: KVState) -> int:
         """Fill the first positions of a request; return the number of cached tokens."""
+
+    def pack(self, handle: KVHandle, start: int, end: int) -> PackedKV:
+        """Return a copy of some positions of a request; only of caches that share prefixes."""
+        raise NotImplementedError
+
+    def unpack(self, handle: KVHandle, kv: PackedKV) -> int:
+        """Fill the first positions of a request that has none; return the number of cached tokens."""
+        raise NotImplementedError
 
 
 def kv_of(past: Cache) -> KVState:

@@ -10,23 +10,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence as Seq
 
-import torch
-
 from lookfar.core.ids import common_prefix
-from lookfar.kvcache.base import KVState
+from lookfar.core.packed_kv import PackedKV
 
 MIN_TOKENS = 16  # a shorter prefix is faster to compute again
-Export = Callable[[int, int], KVState]  # (start, end) → a copy of the KV of these positions of a text
+Export = Callable[[int, int], PackedKV]  # (start, end) → a copy of the KV of these positions of a text
 
 
 class _Node:
     """Some tokens behind those of the parent, and their KV."""
 
-    def __init__(self, parent: _Node | None, tokens: Seq[int], kv: KVState) -> None:
+    def __init__(self, parent: _Node | None, tokens: Seq[int], kv: PackedKV) -> None:
         self.parent = parent
         self.tokens = list(tokens)
         self.kv = kv
-        self.nbytes = _nbytes(kv)
+        self.nbytes = kv.nbytes
         self.children: dict[int, _Node] = {}  # by first token
 
     def path(self) -> Iterator[_Node]:
@@ -55,15 +53,14 @@ class PrefixCache:
         """Return the length of the longest known beginning of a text."""
         return self._match(namespace, tokens)[1]
 
-    def find(self, namespace: str, tokens: Seq[int]) -> KVState | None:
+    def find(self, namespace: str, tokens: Seq[int]) -> PackedKV | None:
         """Return the KV of the longest known beginning of a text; None if it is too short to matter."""
         last, length, in_last = self._match(namespace, tokens)
         if length < MIN_TOKENS:
             return None
         self._touch(last)
         nodes = list(last.path())[::-1]
-        parts = [node.kv for node in nodes[:-1]] + [_sliced(nodes[-1].kv, 0, in_last)]
-        return _joined(parts, length)
+        return PackedKV.join([*(node.kv for node in nodes[:-1]), nodes[-1].kv.part(0, in_last)])
 
     def add(self, namespace: str, tokens: Seq[int], export: Export) -> None:
         """Keep the KV of a text; only what is not known yet is exported."""
@@ -72,7 +69,7 @@ class PrefixCache:
         if len(tokens) - length < 1 or len(tokens) < MIN_TOKENS:
             return
         kv = export(length, len(tokens))
-        if _nbytes(kv) > self.max_bytes:
+        if kv.nbytes > self.max_bytes:
             return
         if last.parent is not None and in_last < len(last.tokens):
             last = self._split(last, in_last)
@@ -90,7 +87,7 @@ class PrefixCache:
 
     def _match(self, namespace: str, tokens: Seq[int]) -> tuple[_Node, int, int]:
         """Return the last node of the longest match, the length of the match, and how many tokens of the node match."""
-        node = self._roots.setdefault(namespace, _Node(None, (), KVState([], 0)))
+        node = self._roots.setdefault(namespace, _Node(None, (), PackedKV((), 0)))
         length = in_last = 0
         while length < len(tokens) and in_last == len(node.tokens):
             child = node.children.get(tokens[length])
@@ -103,8 +100,8 @@ class PrefixCache:
     def _split(self, node: _Node, at: int) -> _Node:
         """Cut a node in two and return the first part. Both get copies, so that each can be dropped alone."""
         assert node.parent is not None
-        first = _Node(node.parent, node.tokens[:at], _sliced(node.kv, 0, at, copy=True))
-        rest = _Node(first, node.tokens[at:], _sliced(node.kv, at, len(node.tokens), copy=True))
+        first = _Node(node.parent, node.tokens[:at], node.kv.part(0, at).copy())
+        rest = _Node(first, node.tokens[at:], node.kv.part(at, len(node.tokens)).copy())
         rest.children = node.children
         for child in rest.children.values():
             child.parent = rest
@@ -129,26 +126,3 @@ class PrefixCache:
             del node.parent.children[node.tokens[0]]
             self.nbytes -= node.nbytes
             self.evictions += 1
-
-
-def _nbytes(kv: KVState) -> int:
-    return sum(part.nbytes for layer in kv.layers if layer is not None for part in layer)
-
-
-def _sliced(kv: KVState, start: int, end: int, copy: bool = False) -> KVState:
-    def part(states: torch.Tensor) -> torch.Tensor:
-        sliced = states[:, :, start:end]
-        return sliced.clone() if copy else sliced
-
-    return KVState([None if one is None else tuple(map(part, one)) for one in kv.layers], end - start)
-
-
-def _joined(parts: list[KVState], length: int) -> KVState:
-    if len(parts) == 1:
-        return parts[0]
-    layers: list[tuple[torch.Tensor, ...] | None] = []
-    for of_layer in zip(*(part.layers for part in parts), strict=True):
-        known = [one for one in of_layer if one is not None]
-        joined = tuple(torch.cat(same, 2) for same in zip(*known, strict=True))  # keys, values, …
-        layers.append(joined or None)
-    return KVState(layers, length)

@@ -7,13 +7,15 @@ slots, so a model reads a slice of the buffers and nothing is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
+from typing import Protocol
 
 import numpy as np
 import torch
 from transformers import Cache
 
 from lookfar.core.ids import common_prefix
+from lookfar.core.packed_kv import PackedKV, alike
 from lookfar.core.plan import StepPlan
 from lookfar.errors import CapacityError
 from lookfar.kvcache.base import KVCache, KVHandle, KVState
@@ -21,12 +23,29 @@ from lookfar.kvcache.slot_buffers import SlotBuffers, SlotLayer
 
 # (slots, length, most slots) → the slots and the length to allocate.
 Sizing = Callable[[int, int, int], tuple[int, int]]
+Moves = Mapping[int, tuple[Seq[int], Seq[int]]]  # slot → positions to move, ascending, and where to
 ROUNDED = 64  # lengths are rounded up to a multiple of this
 
 
 def exact_size(slots: int, length: int, most: int) -> tuple[int, int]:
     """Return the requested size, with the length rounded up."""
     return slots, -(-length // ROUNDED) * ROUNDED
+
+
+class Mover(Protocol):
+    """Moves and copies positions in all buffers with few operations."""
+
+    def apply(self, moves: Moves) -> None:
+        """Carry out moves."""
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first positions of a slot to another one."""
+
+    def pack(self, slot: int, start: int, end: int) -> PackedKV:
+        """Copy positions out of a slot."""
+
+    def unpack(self, slot: int, kv: PackedKV) -> None:
+        """Copy KV into the first positions of a slot."""
 
 
 class SlotKVCache(KVCache):
@@ -36,14 +55,14 @@ class SlotKVCache(KVCache):
 
     def __init__(self, slots: int = 0, capacity: int = 0, sizing: Sizing = exact_size) -> None:
         self.buffers = SlotBuffers(slots, capacity)
-        self.copy_slot: Callable[[int, int, int], None] | None = None  # a faster way to copy a slot, if there is one
+        self.mover: Mover | None = None  # for the buffers as they are, if there is one
         self.sizing = sizing
         self._handles: list[KVHandle] = []  # by slot
         self._lengths: list[int] = []  # committed positions, by slot
         self._slot_of: dict[KVHandle, int] = {}
         self.next_handle = 0
         self._retained: dict[int, list[int]] = {}  # free slot → the text of the positions that it still holds
-        self._moves: dict[int, tuple[list[int], range]] = {}  # slot → positions to move, ascending, and where to
+        self._moves: dict[int, tuple[list[int], range]] = {}  # that are noted, by slot
 
     @property
     def slots(self) -> int:
@@ -73,7 +92,7 @@ class SlotKVCache(KVCache):
         self.apply_moves()
         slots, capacity = self.sizing(max(requests, buffers.slots), max(length, buffers.capacity), most)
         buffers.resize(slots, capacity)
-        self.copy_slot = None
+        self.mover = None
 
     def clear(self) -> None:
         """Release the memory. No request may be allocated."""
@@ -84,7 +103,7 @@ class SlotKVCache(KVCache):
         self.buffers.clear()
         self._moves.clear()
         self._retained.clear()
-        self.copy_slot = None
+        self.mover = None
 
     def forget(self) -> None:
         self._retained.clear()
@@ -155,6 +174,10 @@ class SlotKVCache(KVCache):
         """Carry out all noted moves."""
         if not self._moves:
             return
+        if self.mover is not None:
+            self.mover.apply(self._moves)
+            self._moves.clear()
+            return
         slots = np.repeat(list(self._moves), [len(source) for source, _ in self._moves.values()])
         sources, targets = (np.concatenate(positions) for positions in zip(*self._moves.values(), strict=True))
         for buffer in self.buffers.tensors():
@@ -168,8 +191,8 @@ class SlotKVCache(KVCache):
         if source in self._moves:
             self._moves[target] = self._moves[source]
             length = max(length, self._moves[source][0][-1] + 1)
-        if self.copy_slot is not None:
-            self.copy_slot(source, target, length)
+        if self.mover is not None:
+            self.mover.copy(source, target, length)
             return
         for buffer in self.buffers.tensors():
             buffer[target, :, :length] = buffer[source, :, :length]
@@ -231,3 +254,24 @@ class SlotKVCache(KVCache):
     def import_kv(self, handle: KVHandle, state: KVState) -> int:
         self._lengths[self._slot_of[handle]] = 0
         return self.commit(handle, self.write_kv(handle, state))
+
+    def pack(self, handle: KVHandle, start: int, end: int) -> PackedKV:
+        self.apply_moves()
+        slot = self._slot_of[handle]
+        if self.mover is not None:
+            return self.mover.pack(slot, start, end)
+        groups = alike(self.buffers.tensors())
+        blocks = tuple(torch.stack([buffer[slot, :, start:end] for buffer in group]) for group in groups)
+        return PackedKV(blocks, end - start)
+
+    def unpack(self, handle: KVHandle, kv: PackedKV) -> int:
+        slot, buffers = self._slot_of[handle], self.buffers.tensors()
+        if not buffers:  # their memory was released meanwhile
+            return 0
+        if self.mover is not None:
+            self.mover.unpack(slot, kv)
+        else:
+            for group, block in zip(alike(buffers), kv.blocks, strict=True):
+                torch._foreach_copy_([buffer[slot, :, : kv.length] for buffer in group], list(block))
+        self._lengths[slot] = kv.length
+        return kv.length

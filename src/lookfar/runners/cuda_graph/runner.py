@@ -335,7 +335,7 @@ class CudaGraphRunner:
             first.device.copy_(first.host)
             first.run()
         self._mover = KVMover(cache.buffers.tensors())
-        cache.copy_slot = self._mover.copy
+        cache.mover = self._mover
 
 
 def _shape_of(rows: int, batch: int, cache: SlotKVCache, k: int) -> StepShape:
