@@ -40,9 +40,9 @@ def slow_down(lm: LM, patch: pytest.MonkeyPatch, seconds: float = 0.01) -> None:
     """Make every step take a while, so that requests are still running when the test looks."""
     step = lm.engine.step
 
-    def slower() -> Any:
+    def slower(*arguments: Any) -> Any:
         time.sleep(seconds)
-        return step()
+        return step(*arguments)
 
     patch.setattr(lm.engine, "step", slower)
 

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -384,6 +384,44 @@ def test_a_fault_of_the_engine_is_reported_to_every_request_and_ends_none_of_the
     assert lm.generate(PROMPTS[0], max_new_tokens=5).token_ids == reference(lm.model, PROMPTS[0], 5)
 
 
+# Readers
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_readers_are_notified_while_the_next_step_runs(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    """On a device of its own; elsewhere a step would keep them waiting."""
+    lm = LM(llama, strategy="none")
+    runner, launch, plan = lm.engine.runner, lm.engine.runner.launch, lm.engine.speculator.plan
+    events: list[str] = []
+    monkeypatch.setattr(type(runner), "limits", replace(runner.limits, captured=captured))
+
+    def watched(*arguments: Any) -> Any:
+        events.append("plan")
+        return plan(*arguments)
+
+    def launched(*arguments: Any) -> Any:
+        pending = launch(*arguments)
+        events.append("launched")
+        return pending
+
+    monkeypatch.setattr(lm.engine.speculator, "plan", watched)
+    monkeypatch.setattr(runner, "launch", launched)
+    done = threading.Event()
+
+    def notify(is_last: bool) -> None:
+        events.append("last" if is_last else "output")
+        if is_last:
+            done.set()
+
+    submission = lm.driver.submit({0: Request(PROMPTS[0], 4)}, stream=True, notify=notify)
+    assert done.wait(20)
+    assert len(submission.take()) == 4
+    step = ["plan", "launched", "output"]
+    assert events == [*step[:2], *3 * step, "last"] if captured else [*3 * step, *step[:2], "last"]
+
+
 # Order, cancelling and nesting
 
 
@@ -394,8 +432,8 @@ def test_requests_are_admitted_in_the_order_of_their_submission(
     step = lm.engine.step
     finished: list[int] = []
 
-    def watched() -> list[StepOutput]:
-        outputs = step()
+    def watched(*arguments: Any) -> list[StepOutput]:
+        outputs = step(*arguments)
         finished.extend(output.handle for output in outputs if output.finish_reason is not None)
         return outputs
 

@@ -167,14 +167,14 @@ def test_a_call_during_close_is_decoded_by_one_thread(llama: PreTrainedModel) ->
     step = lm.engine.step
     begun = threading.Event()
 
-    def watched() -> Any:
+    def watched(*arguments: Any) -> Any:
         nonlocal most
         inside.add(threading.get_ident())
         most = max(most, len(inside))
         begun.set()
         try:
             threading.Event().wait(0.02)
-            return step()
+            return step(*arguments)
         finally:
             inside.discard(threading.get_ident())
 

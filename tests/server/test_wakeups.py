@@ -39,6 +39,18 @@ def test_outputs_within_the_interval_are_read_together() -> None:
     assert count_wakeups(interval=0.1, notifications=20, pause=0.005) <= 5
 
 
+def test_a_reader_that_is_not_notified_again_is_woken_by_a_timer() -> None:
+    async def read() -> None:
+        event = asyncio.Event()
+        notify = Wakeups(asyncio.get_running_loop(), 0.05).notifier(event)
+        for _ in range(3):
+            Thread(target=notify, args=(False,)).start()
+            await asyncio.wait_for(event.wait(), 5)
+            event.clear()
+
+    asyncio.run(read())
+
+
 def test_without_an_interval_nothing_waits() -> None:
     assert count_wakeups(interval=0.0, notifications=10, pause=0.02) >= 8
 

@@ -136,7 +136,7 @@ class Submission:
                 except Exception:  # no memory for a copy of its KV: decode on, and try again with the next output
                     self._paused = False
         if self._notify is not None:
-            self._notify(output.is_last)
+            self._driver.notify_later(self._notify, output.is_last)
 
     def _resume(self) -> None:
         for handle in reversed(self.handles):  # each goes to the front of the queue
@@ -155,6 +155,7 @@ class Driver:
         self._ending: Thread | None = None  # the one before
         self._process = os.getpid()
         self._submissions: dict[int, Submission] = {}  # by handle of their requests
+        self._notifications: dict[Notify, bool] = {}  # readers to notify, and whether a last output is among theirs
         _drivers.add(self)
 
     @property
@@ -165,7 +166,7 @@ class Driver:
     def submit(self, requests: Mapping[int, Request], stream: bool = False, notify: Notify | None = None) -> Submission:
         """Submit the requests of one call, by index. Raises an error if one of them cannot be decoded.
 
-        `notify` is called in the driver's thread for every output; it must not block or fail.
+        `notify` is called in the driver's thread after every step with an output; it must not block or fail.
         """
         for request in requests.values():
             self.engine.check(request)
@@ -241,6 +242,7 @@ class Driver:
         while message is not None:
             try:
                 message()
+                self._notify_all()
                 while self.engine.has_work and inbox.empty():
                     self._step()
                 if inbox.empty():
@@ -248,6 +250,7 @@ class Driver:
                     return True
             except BaseException as error:  # a bug in the engine: no request can continue
                 self._deliver(self.engine.abort(error))
+                self._notify_all()
             message = inbox.get()
         return False
 
@@ -261,7 +264,22 @@ class Driver:
             return False
 
     def _step(self) -> None:
-        self._deliver(self.engine.step())
+        """Run a step. On a device of its own, readers are notified while the next step runs there.
+
+        What they do then takes no time from the host's part of a step.
+        """
+        self._deliver(self.engine.step(self._notify_all))
+        if not (self.engine.runner.limits.captured and self.engine.has_work):
+            self._notify_all()
+
+    def notify_later(self, notify: Notify, is_last: bool) -> None:
+        """Have a reader notified when the driver has time for it, within a step."""
+        self._notifications[notify] = is_last or self._notifications.get(notify, False)
+
+    def _notify_all(self) -> None:
+        notifications, self._notifications = self._notifications, {}
+        for notify, is_last in notifications.items():
+            notify(is_last)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
@@ -293,6 +311,7 @@ class Driver:
         self._process, self._thread, self._ending = os.getpid(), None, None
         self._inbox = SimpleQueue()
         self._submissions.clear()
+        self._notifications.clear()
         self.engine.abort(LookfarError("The request belongs to the parent process."))
 
 

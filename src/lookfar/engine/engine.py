@@ -5,7 +5,7 @@ A step runs the model once for a batch of requests: schedule, draft, run, verify
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -73,19 +73,20 @@ class Engine:
         """Whether `step` has something to do."""
         return self.scheduler.has_work
 
-    def step(self) -> list[StepOutput]:
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[StepOutput]:
         """Run one forward pass and return its outputs; an empty list if there is no work.
 
-        Errors are returned in the outputs of the requests that they end.
+        Errors are returned in the outputs of the requests that they end. `meanwhile` is called while the device works;
+        it must not fail.
         """
         batch = self.scheduler.schedule(self.runner.limits)
         if not batch.requests:
             return self.scheduler.take_ended()
         alone = self.runner.limits.own_threads and not any(request.runs_own_code for request in batch.requests)
         with one_torch_thread() if alone else nullcontext():
-            return self._run(batch)
+            return self._run(batch, meanwhile)
 
-    def _run(self, batch: StepBatch) -> list[StepOutput]:
+    def _run(self, batch: StepBatch, meanwhile: Callable[[], None]) -> list[StepOutput]:
         try:
             runner = FirstPassStep(batch.requests, self.runner.model) if batch.is_first_pass else self.runner
         except Exception as error:
@@ -95,6 +96,7 @@ class Engine:
             plan.shared = self.scheduler.is_shared
             pending = runner.launch(plan, self.cache)
             self.speculator.learn()  # from the last step, while the device works
+            meanwhile()
             result = pending.result()
             walks = verify(batch.requests, plan, result)
             self.speculator.observe(walks, result)

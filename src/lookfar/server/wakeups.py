@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 from lookfar.engine.driver import Notify
@@ -17,7 +18,8 @@ class Wakeups:
     Waking a loop costs a system call, every event that is set costs time of the interpreter that the driver's thread
     needs for its next step, and a step has an output for every request. So all events that are pending are set at once,
     and not again within `interval` seconds, or several times that if there are many. The last output of a request does
-    not wait: its place is free.
+    not wait: its place is free. Events are set when the driver notifies, because the device works then and the driver
+    waits; a timer sets those that are left behind when it no longer does.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval: float = 0.0) -> None:
@@ -25,25 +27,33 @@ class Wakeups:
         self._interval = interval
         self._next = 0.0  # when events may be set again
         self._pending: deque[asyncio.Event] = deque()
-        self._is_scheduled = False
+        self._is_scheduled = self._has_timer = False
 
     def notifier(self, event: asyncio.Event) -> Notify:
         """Return a function that sets the event, for any thread."""
 
         def notify(is_last: bool) -> None:
             self._pending.append(event)
-            if is_last or not self._is_scheduled:
-                self._is_scheduled = True
-                with suppress(RuntimeError):  # the loop was closed meanwhile
-                    self._loop.call_soon_threadsafe(self._set_all if is_last else self._wait_and_set)
+            if is_last or self._loop.time() >= self._next:
+                if not self._is_scheduled:
+                    self._is_scheduled = True
+                    self._call(self._set_all)
+            elif not self._has_timer:
+                self._has_timer = True
+                self._call(self._start_timer)
 
         return notify
 
-    def _wait_and_set(self) -> None:
-        if self._next > self._loop.time():
-            self._loop.call_at(self._next, self._set_all)
-        else:
-            self._set_all()
+    def _call(self, function: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            self._loop.call_soon_threadsafe(function)
+
+    def _start_timer(self) -> None:
+        self._loop.call_at(self._next + self._interval, self._end_timer)
+
+    def _end_timer(self) -> None:
+        self._has_timer = False
+        self._set_all()
 
     def _set_all(self) -> None:
         self._is_scheduled = False  # first: an event that is added from here on schedules another call
