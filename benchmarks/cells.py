@@ -2,8 +2,8 @@
 
     python benchmarks/cells.py --data DIR --requests 1,4,8 --new 96        # on a GPU: benchmarks/gpu.py --only cells
 
-A *closed* batch is done when its slowest text is. Where all texts are *queued*, each that ends makes room for another
-one, as in a server. Every cell starts from an empty draft state, its two modes in turn and twice; the faster of the two
+A *closed* batch is done when its slowest text is. Where texts are *queued*, sixty or twice as many as run at once, each
+that ends makes room for another one, as in a server. Every cell starts from an empty draft state, its two modes in turn and twice; the faster of the two
 runs counts. Ends in one JSON line.
 """
 
@@ -26,6 +26,7 @@ from lookfar.lm import Completion
 
 SUITES = ("mt_bench", "humaneval", "gsm8k")
 MODES = ("none", "auto")
+QUEUED, CLOSED = 60, 10  # texts of a cell at the least
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class Texts:
 
 def all_texts(lm: lookfar.LM, data: Path, each: int, new: int, suites: Seq[str] = SUITES) -> list[Texts]:
     """Return real prompts, greedy and sampled, and random ones at temperature 2."""
-    real = [prompt for suite in suites for prompt in read_prompts(lm, data / f"{suite}.jsonl", each)]
-    noise = np.random.default_rng(0).integers(1000, lm.tokenizer.vocab_size - 1000, (64, 40)).tolist()
+    of_suites = [read_prompts(lm, data / f"{suite}.jsonl", each) for suite in suites]
+    real = [prompt for alike in zip(*of_suites, strict=True) for prompt in alike]
+    noise = np.random.default_rng(0).integers(1000, lm.tokenizer.vocab_size - 1000, (128, 40)).tolist()
 
     def sampled(temperature: float) -> dict[str, Any]:
         return {"do_sample": True, "temperature": temperature, "seed": 1}
@@ -57,8 +59,7 @@ def all_texts(lm: lookfar.LM, data: Path, each: int, new: int, suites: Seq[str] 
 def measure(lm: lookfar.LM, texts: Texts, size: int, queued: bool) -> dict[str, Any]:
     """Decode texts, `size` at once, with and without speculation."""
     lm.engine.scheduler.max_batch = size
-    prompts, count = texts.prompts, max(size, 10)
-    chosen = prompts if queued else prompts[:: max(len(prompts) // count, 1)][:count]
+    chosen = texts.prompts[: max(2 * size, QUEUED) if queued else max(size, CLOSED)]
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     done: dict[str, list[Completion]] = {}
     for mode in 2 * MODES:

@@ -345,8 +345,8 @@ def cells() -> None:
     """`auto` over none for 1, 8, 32 and 64 requests at once (benchmarks/cells.py)."""
     lm = demo(compile=True, max_batch=64)
     lm.warmup(requests=64, sampling=True)
-    sizes = ((1, False), (8, False), (8, True), (32, False), (32, True), (64, False))
-    for row in measure_cells(lm, all_texts(lm, options.data, 20, 256), sizes):
+    sizes = ((1, False), (8, False), (8, True), (32, False), (32, True), (64, False), (64, True))
+    for row in measure_cells(lm, all_texts(lm, options.data, 43, 256), sizes):
         report(**row)
 
 
