@@ -3,8 +3,8 @@
     python benchmarks/cells.py --data DIR --requests 1,4,8 --new 96        # on a GPU: benchmarks/gpu.py --only cells
 
 A *closed* batch is done when its slowest text is. Where texts are *queued*, sixty or twice as many as run at once, each
-that ends makes room for another one, as in a server. Every cell starts from an empty draft state, its two modes in turn and twice; the faster of the two
-runs counts. Ends in one JSON line.
+that ends makes room for another one, as in a server. Every cell starts from an empty draft state, its two modes in turn
+and twice; the faster of the two runs counts. Ends in one JSON line.
 """
 
 from __future__ import annotations
