@@ -172,7 +172,7 @@ def test_results_are_those_of_the_rows_that_need_logits() -> None:
     assert (runner.launch(only_chunks, cache).result().choices == -1).all()
 
 
-def test_the_first_flat_step_is_not_timed_and_costs_are_not_stepped() -> None:
+def test_the_first_flat_step_is_not_timed_and_costs_are_of_any_rows() -> None:
     """It runs the self-check."""
     model = BoundModel(tiny_model("llama"))
     runner: Any = create_runner(model)
@@ -181,7 +181,9 @@ def test_the_first_flat_step_is_not_timed_and_costs_are_not_stepped() -> None:
     plan = StepPlan([RequestPlan(np.array([1]), 0, tree=DraftTree.from_paths([[1, 2]]))])
     assert [runner.launch(plan, one_slot(8)).result().is_warm for _ in range(2)] == [False, True]
     assert not runner.limits.padded
-    assert not measure_steps(runner, own_cache(runner, 512)).stepped
+    limits = measure_steps(runner, own_cache(runner, 512)).limits
+    assert not limits.captured
+    assert not limits.tiles
 
 
 def test_a_model_that_is_changed_between_calls_is_checked_again() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lookfar.core.plan import RunnerLimits
 from lookfar.speculation.cost_curve import MEASURED_ROWS, CostCurve, measure_curve
 from lookfar.speculation.cost_file import Experience, nearest_experience, read_costs, write_costs
 from lookfar.speculation.row_budget import best_count
@@ -21,8 +22,10 @@ STEEP = CostCurve({1: 1.0, 2: 2.0, 64: 64.0})
 def test_between_and_beyond_the_measured_points() -> None:
     table = CostCurve({1: 10.0, 4: 16.0, 8: 20.0}).table(12)
     assert table[[1, 2, 4, 6, 8, 12]].tolist() == [10, 12, 16, 18, 20, 24]
-    captured = CostCurve({1: 10.0, 4: 16.0, 8: 20.0}, stepped=True).table(17)
+    captured = CostCurve({1: 10.0, 4: 16.0, 8: 20.0}, RunnerLimits(captured=True)).table(17)
     assert captured[[1, 2, 4, 5, 8, 9, 16, 17]].tolist() == [10, 16, 16, 20, 20, 28, 28, 44]
+    tiles = CostCurve({1: 10.0, 4: 16.0, 8: 20.0}, RunnerLimits(tiles=(1, 2, 4))).table(11)
+    assert tiles.tolist() == [10, 10, 12, 16, 16, 17, 18, 20, 20, 21, 22, 24]
 
 
 def test_more_rows_never_cost_less() -> None:
@@ -139,7 +142,8 @@ def rate_of(truth: CostCurve, learned: CostCurve, chances: list[float], steps: i
         while accepted < count and chance.random() < chances[accepted]:
             accepted += 1
         cost = float(truth.table(len(scores) + 1)[1 + count]) * chance.uniform(0.97, 1.05)
-        learned.refine(int(truth.rows[np.searchsorted(truth.rows, 1 + count)]) if truth.stepped else 1 + count, cost)
+        computed = truth.rows[np.searchsorted(truth.rows, 1 + count)] if truth.limits.captured else 1 + count
+        learned.refine(int(computed), cost)
         tokens, seconds = tokens + 1 + accepted, seconds + cost
     return tokens / seconds
 
@@ -149,6 +153,11 @@ TRUTHS = {
     "steep": {1: 40.0, 2: 44.0, 4: 55.0, 8: 75.0, 16: 120.0, 32: 210.0, 64: 400.0, 128: 800.0},
     "knee": {1: 5.0, 2: 5.0, 4: 5.1, 8: 5.2, 16: 5.3, 32: 9.0, 64: 17.0, 128: 34.0},
 }
+LIMITS = [
+    pytest.param(RunnerLimits(), id="any rows"),
+    pytest.param(RunnerLimits(captured=True), id="captured"),
+    pytest.param(RunnerLimits(tiles=(1, 2, 4, 8, 12, 16)), id="tiles"),
+]
 BEGINNINGS = {
     "right": lambda truth: truth,
     "two points": lambda truth: {1: truth[1], 2: truth[1] * 1.03},
@@ -159,27 +168,27 @@ BEGINNINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 @pytest.mark.parametrize("truth", TRUTHS)
 @pytest.mark.parametrize("chances", [[0.9] * 63, [0.6] * 63, [0.05] * 63], ids=["likely", "middling", "unlikely"])
-def test_regret(truth: str, beginning: str, chances: list[float], stepped: bool) -> None:
+def test_regret(truth: str, beginning: str, chances: list[float], limits: RunnerLimits) -> None:
     """The rate comes near that of the best fixed number of rows, however wrong the curve was at first."""
-    real = CostCurve(TRUTHS[truth], stepped)
+    real = CostCurve(TRUTHS[truth], limits)
     scores = np.cumprod(chances)
     gains = 1 + np.concatenate([[0.0], np.cumsum(scores)])
     best = float((gains / real.table(64)[1:65]).max())
-    learned = CostCurve(BEGINNINGS[beginning](TRUTHS[truth]), stepped)
+    learned = CostCurve(BEGINNINGS[beginning](TRUTHS[truth]), limits)
     first, then = (rate_of(real, learned, chances, 3000, seed) * 1.01 / best for seed in (0, 1))  # noise adds 0.01
     assert first > (0.97 if beginning in ("right", "twice as slow") else 0.84)
     assert then > 0.95
 
 
-@pytest.mark.parametrize("stepped", [True, False])
-def test_exploration_keeps_to_the_rows_that_there_are(stepped: bool) -> None:
+@pytest.mark.parametrize("limits", LIMITS)
+def test_exploration_keeps_to_the_rows_that_there_are(limits: RunnerLimits) -> None:
     chance = random.Random(0)
     for _ in range(30):
-        curve = CostCurve(TRUTHS["flat"], stepped)
+        curve = CostCurve(TRUTHS["flat"], limits)
         for _ in range(400):
             least = chance.randint(1, 70)
             most = least + chance.randint(0, 200)

@@ -47,7 +47,7 @@ def known_costs(runner: ModelRunner, cache: SlotKVCache, most: int) -> KnownCost
 
 def kept_costs(runner: ModelRunner) -> KnownCosts | None:
     """Return the cost curve of a runner that the file holds, if any."""
-    return read_costs(costs_file(), machine_and_model(runner), runner.limits.captured)
+    return read_costs(costs_file(), machine_and_model(runner), runner.limits)
 
 
 def save_refined_costs(runner: ModelRunner, curve: CostCurve, experience: Mapping[str, Experience]) -> None:
@@ -63,9 +63,9 @@ def measure_steps(runner: ModelRunner, cache: SlotKVCache, sizes: Seq[int] = MEA
     most = runner.limits.rows or max(sizes)
     if runner.limits.chain and runner.model.support.max_positions is not None:
         most = min(most, runner.model.support.max_positions - context)
-    sizes = [rows for rows in sizes if rows <= most]
+    sizes = [rows for rows in dict.fromkeys((*sizes, *runner.limits.tiles)) if rows <= most]
     with sample_step(runner, cache, context) as step, progress_bar(MEASURING, len(sizes)) as advance:
-        return measure_curve(step, sizes, runner.limits.captured, advance)
+        return measure_curve(step, sizes, runner.limits, advance)
 
 
 def own_cache(runner: ModelRunner, length: int) -> SlotKVCache:

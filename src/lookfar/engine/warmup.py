@@ -111,7 +111,7 @@ def rehearse(engine: Engine, examples: Seq[Request]) -> None:
     engine.is_rehearsed = True
     if engine.cache.order:
         return
-    curve = CostCurve({1: 1.0, 8: 1.0, 16: 16.0}, stepped=engine.runner.limits.captured)  # eight rows are worth it
+    curve = CostCurve({1: 1.0, 8: 1.0, 16: 16.0}, engine.runner.limits)  # eight rows are worth it
     other = Engine(engine.runner, engine.config, _no_drafts(engine), curve)
     for request in examples:
         other.draft_state.store.add(request.prompt)  # there should be a past text to look into

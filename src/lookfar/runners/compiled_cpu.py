@@ -15,7 +15,7 @@ from lookfar.core.torch_threads import all_torch_threads, num_threads
 from lookfar.kernels.cpu import layout
 from lookfar.kernels.cpu.decoder import run_step
 from lookfar.kernels.cpu.team import run_together
-from lookfar.kernels.cpu.vectors import LANES
+from lookfar.kernels.cpu.vectors import LANES, TILE_ROWS
 from lookfar.kvcache.slot_buffers import SlotBuffers
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.models.binding import BoundModel, feeds_embeds
@@ -33,7 +33,7 @@ from lookfar.runners.flat import (
     flat_tokens,
 )
 
-OWN_THREADS = RunnerLimits(padded=False, own_threads=True)
+OWN_THREADS = RunnerLimits(padded=False, own_threads=True, tiles=TILE_ROWS)
 
 
 class CompiledRunner(FlatRunner):

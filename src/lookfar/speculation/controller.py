@@ -3,7 +3,7 @@
 Drafting costs host time for every request, which the cost of rows does not include. The controller compares the tokens
 of recent speculative steps, over what the cost curve expects of them, with those of steps without speculation, and
 measures the slowdown that the host adds. If the other mode might be faster it tries a few steps of it and keeps the
-faster mode. A trial that fails has cost something; the next one waits until that is at most `REGRET` of the time since,
+faster mode. A trial that fails has cost something; the next one waits until that is a small share of the time since,
 and longer each time. The tokens of a speculative step vary a lot, so one request needs many steps for a decision and a
 large batch needs few.
 """
@@ -26,7 +26,7 @@ RECENT_STEPS = 12  # steps whose times count: the load of a machine changes
 MAX_TRIALS, PRIOR_TRIALS = 8, 0.25  # trials that the slowdown is averaged over, and what a slowdown of 1 is worth
 OUTLIER = 3.0  # times the median: what a single step counts as at the most
 CLEARLY_SLOWER = 0.8  # of the other rate
-REGRET = 0.01  # of the time may be lost to trials
+REGRET, BATCH_REGRET = 0.01, 0.005  # of the time may be lost to trials; a batch has less to gain
 MIN_INTERVAL, MAX_INTERVAL = 16, 4096  # steps until the other mode is tried again
 LOOK_INTERVAL = 4  # steps after which a full rate is looked at again
 BATCH_GAIN = 1.05  # that a batch has to gain: its last requests gain less than the others
@@ -122,6 +122,7 @@ class SpeculationController:
         self._tried = False  # whether steps without speculation were tried for this request
         self._alone = requests == 1
         self._least = 1.0 if self._alone else BATCH_GAIN  # speed-up by which speculation stays on
+        self._regret = REGRET if self._alone else BATCH_REGRET
         # The cost of steps is measured with one request, so the expected rate of a batch is not to be relied on.
         self._must_try = requests > 1 and self.speculating
 
@@ -204,7 +205,7 @@ class SpeculationController:
         lost = len(other) * other.seconds * (1 - min(speed_up, 1 / speed_up))
         is_clear = faster or speed_up < CLEARLY_SLOWER  # a rate just below the other may soon be above it
         least = 2 * self._interval if faster == self.speculating and is_clear else MIN_INTERVAL
-        self._interval = int(min(max(least, lost / max(REGRET * kept.seconds, 1e-9)), MAX_INTERVAL))
+        self._interval = int(min(max(least, lost / max(self._regret * kept.seconds, 1e-9)), MAX_INTERVAL))
         self._wait, self._since = self._interval, 0
         self.speculating, self._tried = faster, True
 
@@ -213,7 +214,7 @@ class SpeculationController:
         if self._trial and len(self._rates[False]) == BASE_STEPS:
             self._slowdown.learn(self._rates[True], self._rates[False])
         lost = self._idle * (self._slowdown.value - 1)  # in steps
-        self._interval = int(min(max(NEXT_REQUEST, lost / REGRET), MAX_INTERVAL))
+        self._interval = int(min(max(NEXT_REQUEST, lost / self._regret), MAX_INTERVAL))
         self._wait, self._since, self._trial, self._after, self._idle = self._interval, 0, 0, 0, 0
         self.speculating, self._tried = False, True
 

@@ -9,6 +9,7 @@ from time import perf_counter
 import numpy as np
 
 from lookfar.core.arrays import Floats
+from lookfar.core.plan import RunnerLimits
 
 MEASURED_ROWS = (1, 16, 64, 4, 32, 128, 2, 8)  # the most telling first: where steps are slow, measuring ends early
 NEEDED = 2  # sizes that are measured however slow they are
@@ -23,6 +24,7 @@ MUCH, LITTLE = math.log(4), 0.2  # the most that one step can say about a cost, 
 REFRESH_STEPS = 16  # steps after which the table of costs follows the refined curve
 EXPLORATION = 0.005  # of the time may be spent on sizes that seem not to pay, to learn whether that is true
 ALONE = "1"  # the kind of a step with one request
+NO_LIMITS = RunnerLimits()
 NEW_SIZE = 0.25  # of the price is enough where no real step has had that size: its cost may be much lower
 
 
@@ -35,9 +37,9 @@ class CostCurve:
     """
 
     def __init__(
-        self, seconds: dict[int, float], stepped: bool = False, visits: dict[int, float] | None = None
+        self, seconds: dict[int, float], limits: RunnerLimits = NO_LIMITS, visits: dict[int, float] | None = None
     ) -> None:
-        self.stepped = stepped  # captured steps compute the next larger measured number of rows
+        self.limits = limits
         self.rows = np.array(sorted(seconds), dtype=np.float64)
         self.seconds = np.array([seconds[int(n)] for n in self.rows])
         self.seconds = np.minimum.accumulate(self.seconds[::-1])[::-1].copy()
@@ -57,11 +59,19 @@ class CostCurve:
         """Return the costs of 0 … `most` rows."""
         if len(self._table) <= most:
             self._extend(most)
-            wanted = np.arange(most + 1, dtype=np.float64)
-            if self.stepped:
-                wanted = self.rows[np.searchsorted(self.rows, wanted)]
-            self._table = np.interp(wanted, self.rows, self.seconds).astype(np.float32)
+            computed = self._computed(np.arange(most + 1, dtype=np.float64))
+            self._table = np.interp(computed, self.rows, self.seconds).astype(np.float32)
         return self._table
+
+    def _computed(self, rows: Floats) -> Floats:
+        """Return how many rows are computed in steps of so many."""
+        if self.limits.captured:
+            return self.rows[np.searchsorted(self.rows, rows)]
+        if self.limits.tiles:
+            sizes = np.array([0, *self.limits.tiles])
+            in_full = rows // sizes[-1] * sizes[-1]
+            return in_full + sizes[np.searchsorted(sizes, rows - in_full)]
+        return rows
 
     def _extend(self, most: int) -> None:
         """Add points up to `most` rows, where the slope of the last two continues."""
@@ -80,6 +90,8 @@ class CostCurve:
     def refine(self, rows: int, seconds: float, kind: str = ALONE) -> None:
         """Learn from a step."""
         self._extend(rows)
+        if self.limits.tiles:
+            rows = int(self._computed(np.array([rows]))[0])
         drift, steps = self._drifts.get(kind, (1.0, 0))
         expected = float(np.interp(rows, self.rows, self.seconds)) * drift
         error = math.log(seconds / expected)
@@ -142,7 +154,7 @@ class CostCurve:
             rows = min(int(size), most)
             if rows < least:
                 continue
-            reached = rows > (self.rows[point - 1] if point else 0) if self.stepped else size < 2 * most
+            reached = rows > (self.rows[point - 1] if point else 0) if self.limits.captured else size < 2 * most
             if point == own or not reached:
                 continue
             price = float(table[rows] - table[chosen]) if rows > chosen else float(table[chosen]) / 2
@@ -167,7 +179,7 @@ class CostCurve:
 def measure_curve(
     step: Callable[[int], None],
     sizes: Seq[int] = MEASURED_ROWS,
-    stepped: bool = False,
+    limits: RunnerLimits = NO_LIMITS,
     advance: Callable[[int], None] = lambda _: None,
 ) -> CostCurve:
     """Measure a step of each size. Each is run once before: it may be captured, compiled or packed for."""
@@ -185,7 +197,7 @@ def measure_curve(
         seconds[rows] = min(times)
         spent += sum(times)
         advance(1)
-    return CostCurve(seconds, stepped)
+    return CostCurve(seconds, limits)
 
 
 def step_kind(requests: int, sampled: bool = False) -> str:

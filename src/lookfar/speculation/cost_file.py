@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lookfar.core.files import read_json, update_json
-from lookfar.speculation.cost_curve import CostCurve
+from lookfar.core.plan import RunnerLimits
+from lookfar.speculation.cost_curve import NO_LIMITS, CostCurve
 
 VERSION = 5  # files of other versions are dropped
 
@@ -44,7 +45,7 @@ class KnownCosts:
     experience: Mapping[str, Experience] = field(default_factory=dict)  # by the kind of step
 
 
-def read_costs(path: Path, key: str, stepped: bool = False) -> KnownCosts | None:
+def read_costs(path: Path, key: str, limits: RunnerLimits = NO_LIMITS) -> KnownCosts | None:
     """Return what the file knows of a model on a machine; None if that is nothing, or nonsense."""
     found = read_json(path)
     try:
@@ -54,7 +55,7 @@ def read_costs(path: Path, key: str, stepped: bool = False) -> KnownCosts | None
         seconds = _numbers(kept["seconds"])
         if min(seconds) != 1 or len(seconds) < 2 or not all(value > 0 for value in seconds.values()):
             return None
-        curve = CostCurve(seconds, stepped, _numbers(kept["visits"]))
+        curve = CostCurve(seconds, limits, _numbers(kept["visits"]))
         experience = {
             kind: Experience(bool(on), float(fixed), float(per_row))
             for kind, (on, fixed, per_row) in kept["experience"].items()
