@@ -23,6 +23,7 @@ from lookfar.core.tree import DraftTree
 from lookfar.kvcache.slots import SlotKVCache
 from lookfar.retrieval.recycle_table import SAMPLED_TOP_K
 from lookfar.runners.base import ModelRunner, StepResult
+from lookfar.sampling.sampler import choose_rows
 
 ROOM = 4096  # positions of the KV cache
 SEED = np.uint64(0x9E3779B97F4A7C15)
@@ -188,9 +189,13 @@ class MemoRunner:
         assert result.top_logits is not None
         self.memo.add([keys[row] for row in missing], result.top_ids[at], result.top_logits[at])
         if rows.sampler is not None and rows.complete:
-            sampled = result.sampled
             own = np.arange(len(new) - 1, len(new) + len(nodes))
-            sampled = rows.sampler.choose_rows(tree.depths, result.logits(0, own)) if sampled is None else sampled[own]
+            if result.sampled is None:
+                logits, sampler = result.logits(0, own), rows.sampler
+                noise = sampler.noise_of(tree.depths, logits.shape[-1])  # type: ignore[attr-defined]
+                sampled = choose_rows(sampler.processors, logits, noise)
+            else:
+                sampled = result.sampled[own]
             of_rows = [pending - 1, *(pending + node for node in nodes)]
             self.memo.sampled |= {keys[r] ^ self.salt: int(t) for r, t in zip(of_rows, sampled, strict=True)}
 

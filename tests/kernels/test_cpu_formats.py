@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -45,6 +49,7 @@ MATRICES = {
     "ones": (torch.ones(48, LENGTH), UINT8),
     "one row is not": (torch.cat([quantised(16, True)[:-1], normal(1, LENGTH)]), FLOAT32),
     "NaN": (torch.full((48, LENGTH), torch.nan), BFLOAT16),
+    "one NaN": (torch.eye(48, LENGTH).where(torch.arange(LENGTH) != 7, torch.nan), BFLOAT16),
     "infinity": (torch.full((48, LENGTH), torch.inf), BFLOAT16),
     "no whole groups": (torch.ones(48, GROUP + 16), BFLOAT16),
     "fewer rows than a panel": (quantised(16, True)[:5], UINT8),
@@ -88,6 +93,42 @@ def test_products_have_the_bits_of_float32(name: str, rows: int) -> None:
     expected, found = product(weight, FLOAT32, rows), product(weight, kind, rows)
     assert np.array_equal(expected, found, equal_nan=True)
     assert not found[:, len(weight) :].any()  # the last panel is filled up with zeros
+
+
+@pytest.mark.parametrize("kind", [UINT8, BFLOAT16, FLOAT16, FLOAT32])
+def test_weights_need_not_be_contiguous(kind: int) -> None:
+    weight = quantised(16, True).half().float().t().contiguous().t() if kind == FLOAT16 else torch.ones(LENGTH, 48).t()
+    assert not weight.is_contiguous()
+    found = packed(weight, kind)
+    whole = packed(weight.contiguous(), kind)
+    assert found is not None
+    assert np.array_equal(found, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the names are those of x86 processors")
+def test_processors_without_float16() -> None:
+    """Code for a plainer processor is compiled and runs, whatever this one can do."""
+    program = """
+import numpy as np
+from lookfar.kernels.cpu.formats import FORMATS
+from lookfar.kernels.cpu.tiles import FLOAT16
+from lookfar.models.compiled_families import why_no_compiler
+import lookfar
+from families import tiny_model
+from helpers import reference
+import torch
+assert FLOAT16 not in FORMATS
+model = tiny_model("llama", torch.float32)
+lm = lookfar.LM(model, pack=True)
+assert lm.generate([1, 2, 3], max_new_tokens=8).token_ids == reference(model, [1, 2, 3], 8)
+print(lm.engine.runner.name)
+"""
+    features = "+sse4.2,+fma,+avx,+avx2"
+    where = {"PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": features}
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **where})
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.split() == ["compiled"]
 
 
 def test_matrices_of_one_product_share_a_format() -> None:

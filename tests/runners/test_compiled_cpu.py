@@ -19,6 +19,7 @@ from helpers import random_prompts, reference
 from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.tree import DraftTree
 from lookfar.kernels.cpu.tiles import FLOAT32
+from lookfar.models import packed_matrix
 from lookfar.models.binding import BoundModel
 from lookfar.models.compiled_families import why_not_compiled
 from lookfar.models.self_check import taken_slots
@@ -221,6 +222,50 @@ def test_weights_that_change_get_another_format(kind: str) -> None:
         assert lm.engine.runner.name == "compiled"
         assert "float32" in decoder.formats
     assert set(decoder.formats) == {"float32"}
+
+
+def test_a_format_that_finds_no_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_model("llama", torch.float32)
+    quantise(model, "bfloat16")
+    lm = lookfar.LM(model, pack=True)
+    lm.generate(PROMPTS[0], max_new_tokens=NEW)
+    model.model.layers[0].self_attn.o_proj.weight.data.mul_(1.01)
+
+    def full(count: int) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("lookfar.models.packed_matrix.aligned", full)
+    with pytest.raises(MemoryError):
+        lm.generate(PROMPTS[0], max_new_tokens=NEW)
+    monkeypatch.undo()
+    assert lm.generate(PROMPTS[0], max_new_tokens=NEW).token_ids == reference(model, PROMPTS[0], NEW)
+    assert lm.engine.runner.name == "compiled"
+
+
+def test_a_change_while_weights_are_copied_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny_model("llama", torch.float32)
+    head, write = model.lm_head.weight, packed_matrix.write_panels
+
+    def interrupted(weight: torch.Tensor, *others: Any) -> bool:
+        done = write(weight, *others)
+        if weight is head:
+            monkeypatch.undo()
+            head.data.mul_(-1.0)  # by another thread, say
+        return done
+
+    monkeypatch.setattr(packed_matrix, "write_panels", interrupted)
+    lm = lookfar.LM(model, pack=True)
+    lm.generate(PROMPTS[0], max_new_tokens=1)
+    assert lm.generate(PROMPTS[0], max_new_tokens=NEW).token_ids == reference(model, PROMPTS[0], NEW)
+
+
+def test_layers_that_share_weights_are_left_to_torch() -> None:
+    model: Any = tiny_model("llama", torch.float32)
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    assert "share" in why_not_compiled(model)
+    lm = lookfar.LM(model, pack=True)
+    lm.warmup()
+    assert lm.generate(PROMPTS[0], max_new_tokens=NEW).token_ids == reference(model, PROMPTS[0], NEW)
 
 
 def test_a_hook_comes_and_goes() -> None:

@@ -201,3 +201,12 @@ def test_forbidding_every_token_is_an_error_in_graphs_too() -> None:
     everything = list(range(lm.model.config.vocab_size))
     with pytest.raises(RequestError, match="are NaN"):
         lm.generate([1, 2, 3], max_new_tokens=40, do_sample=True, suppress_tokens=everything)
+    seen: list[int] = []
+
+    def look(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        seen.append(int(ids.min()))
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    with pytest.raises(RequestError, match="are NaN"):
+        lm.generate([1, 2, 3], max_new_tokens=9, do_sample=True, suppress_tokens=everything, stopping_criteria=[look])
+    assert not seen

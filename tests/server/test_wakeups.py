@@ -51,6 +51,21 @@ def test_a_reader_that_is_not_notified_again_is_woken_by_a_timer() -> None:
     asyncio.run(read())
 
 
+def test_a_timer_with_nothing_to_do_changes_nothing() -> None:
+    async def read() -> None:
+        wakeups = Wakeups(asyncio.get_running_loop(), 0.05)
+        event = asyncio.Event()
+        wakeups.notifier(event)(True)
+        wakeups.notifier(event)(False)  # which starts a timer
+        wakeups.notifier(event)(True)
+        await asyncio.sleep(0.01)
+        following = wakeups._next
+        await asyncio.sleep(0.15)
+        assert wakeups._next == following
+
+    asyncio.run(read())
+
+
 def test_without_an_interval_nothing_waits() -> None:
     assert count_wakeups(interval=0.0, notifications=10, pause=0.02) >= 8
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 

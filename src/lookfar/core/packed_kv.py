@@ -31,7 +31,7 @@ class PackedKV:
         """Return the positions of all parts, one after the other."""
         if len(parts) == 1:
             return parts[0]
-        blocks = tuple(torch.cat(alike, 2) for alike in zip(*(part.blocks for part in parts), strict=True))
+        blocks = tuple(torch.cat(same, 2) for same in zip(*(part.blocks for part in parts), strict=True))
         return PackedKV(blocks, sum(part.length for part in parts))
 
 

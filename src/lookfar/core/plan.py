@@ -34,7 +34,7 @@ class RunnerLimits:
     recurrent: bool = False  # a step is kept as a whole or not at all, so padding and prefills with drafts cost more
     own_threads: bool = False  # steps run on threads of their own, and torch's would compete with them
     captured: bool = False  # steps are captured for a few numbers of rows, and compute the next larger one
-    tiles: tuple[int, ...] = ()  # rows are computed in tiles of the last size, and one of any size for those left
+    tiles: tuple[int, ...] = ()  # of rows: the largest as often as it is full, then the smallest that holds the rest
     ranks: int = 1  # that share the draft rows of a step; the rank with the most rows decides what a step costs
     share: float = 1.0  # of the draft rows that this rank computes, on average
 

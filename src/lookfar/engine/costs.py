@@ -139,6 +139,7 @@ def machine_and_model(runner: ModelRunner) -> str:
         model.vocab_size,
         model.model.dtype,
         model.packed,
+        "" if model.decoder is None else model.decoder.nbytes,  # by the formats of its weights
         runner.name,
         device.type,
         place,

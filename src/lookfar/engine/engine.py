@@ -87,6 +87,8 @@ class Engine:
             return self._run(batch, meanwhile)
 
     def _run(self, batch: StepBatch, meanwhile: Callable[[], None]) -> list[StepOutput]:
+        if batch.is_first_pass:
+            meanwhile()  # it takes long
         try:
             runner = FirstPassStep(batch.requests, self.runner.model) if batch.is_first_pass else self.runner
         except Exception as error:

@@ -188,7 +188,10 @@ def _walk_with_rules(place: int, request: RequestState, rows: RequestPlan, resul
         row = rows.node_row(node)
         if one_by_one:
             result.choices[first + row] = request.sampler.choose(tokens, result.logits(place, np.array([row]))[0])
-        return int(result.choices[first + row])
+        token = int(result.choices[first + row])
+        if request.samples_by_row:
+            check_sampled([token])  # before a criterion sees it
+        return token
 
     found = walk(rows.tree, choose, lambda tokens: finish_reason(request, tokens))
     if one_by_one:

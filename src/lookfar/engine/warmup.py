@@ -125,10 +125,12 @@ def rehearse(engine: Engine, examples: Seq[Request]) -> None:
         other.add(whole)
         while other.has_work:
             other.step()
-    if engine.cache.shares_prefixes:
+    if engine.cache.shares_prefixes and engine.cache.slots:
         handle, _ = engine.cache.allocate()
-        engine.cache.unpack(handle, engine.cache.pack(handle, 0, 1))
-        engine.cache.free(handle)
+        try:
+            engine.cache.unpack(handle, engine.cache.pack(handle, 0, 1))
+        finally:
+            engine.cache.free(handle)
     engine.cache.forget()
 
 

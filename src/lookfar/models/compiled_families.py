@@ -124,6 +124,8 @@ def _why_not_these_sizes(model: Any) -> str:
     scales = {(block.self_attn.scaling, block.self_attn.head_dim) for block in blocks}
     if len(shapes) > len(PLACES) + 1 or len(epsilons) > 1 or len(scales) > 1:
         return "its layers differ"
+    if len({id(linear) for _, linear in named}) < len(named):
+        return "its layers share weights"
     sizes = [blocks[0].self_attn.head_dim, *(size for name, *shape in shapes if name in PLACES for size in shape)]
     if any(size % LANES for size in sizes):
         return f"its sizes are no multiples of {LANES}"

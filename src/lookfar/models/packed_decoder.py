@@ -18,7 +18,10 @@ from lookfar.models.weight_changes import WeightState, version_of
 
 
 class PackedDecoder:
-    """The packed weights of a model, in one piece of memory, and the table by which compiled code finds them."""
+    """The packed weights of a model, and the table by which compiled code finds them.
+
+    They are one piece of memory until a matrix gets another format.
+    """
 
     def __init__(self, model: Any, kinds: Mapping[str, LayerKind]) -> None:
         self.model = model
@@ -101,10 +104,12 @@ class PackedDecoder:
         if not self._matrices:
             self._matrices = pack_matrices(self.layers)
         (matrix,) = (one for one in self._matrices if layer in one.layers)
+        # As the weights were before they were copied: a change meanwhile is seen at the next look.
+        states = {one: WeightState.of(one.weight) for one in matrix.layers}
         for packed in matrix.write(layer):
-            self._states[self._places[packed]] = WeightState.of(packed.weight)
-        if states := [state for state in self._states if state is not None]:
-            self._packed_from = [state.address for state in states], [state.version for state in states]
+            self._states[self._places[packed]] = states[packed]
+        if known := [state for state in self._states if state is not None]:
+            self._packed_from = [state.address for state in known], [state.version for state in known]
         self._write_places()
 
     def _write_places(self) -> None:

@@ -31,8 +31,8 @@ class PackedMatrix:
         """
         if self._write(layer):
             return [layer]
-        self.kind = format_of([one.weight for one in self.layers])
-        self.memory = aligned(size_of(self.layers, self.kind))
+        kind = format_of([one.weight for one in self.layers])
+        self.kind, self.memory = kind, aligned(size_of(self.layers, kind))
         return [one for one in self.layers if self._write(one)]
 
     def _write(self, layer: nn.Linear) -> bool:

@@ -19,7 +19,7 @@ class Wakeups:
     needs for its next step, and a step has an output for every request. So all events that are pending are set at once,
     and not again within `interval` seconds, or several times that if there are many. The last output of a request does
     not wait: its place is free. Events are set when the driver notifies, because the device works then and the driver
-    waits; a timer sets those that are left behind when it no longer does.
+    waits; a timer sets those that are still pending when it no longer notifies.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval: float = 0.0) -> None:
@@ -57,6 +57,8 @@ class Wakeups:
 
     def _set_all(self) -> None:
         self._is_scheduled = False  # first: an event that is added from here on schedules another call
+        if not self._pending:  # a timer has nothing left to do
+            return
         events = set()
         while self._pending:
             events.add(self._pending.popleft())

@@ -67,8 +67,8 @@ class BuildLimits(NamedTuple):
 
     max_nodes: int  # of all requests together
     max_per_request: Int32s  # [batch]
-    # Scores, times the urgency, that are too low: the first always, the next ones for a further candidate where so many
-    # are chosen, the last one beyond.
+    # The least score, times the urgency, of the next candidate, by the number of those chosen before; the last value
+    # holds for all larger numbers.
     least_scores: Floats
     vocab_size: int  # drafts end before a token that is outside the vocabulary
 

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import numpy as np
 
-from lookfar.core.arrays import Floats
+from lookfar.core.arrays import Doubles, Floats
 from lookfar.core.plan import RunnerLimits
 
 MEASURED_ROWS = (1, 16, 64, 4, 32, 128, 2, 8)  # the most telling first: where steps are slow, measuring ends early
@@ -63,15 +63,16 @@ class CostCurve:
             self._table = np.interp(computed, self.rows, self.seconds).astype(np.float32)
         return self._table
 
-    def _computed(self, rows: Floats) -> Floats:
+    def _computed(self, rows: Doubles) -> Doubles:
         """Return how many rows are computed in steps of so many."""
+        found = rows
         if self.limits.captured:
-            return self.rows[np.searchsorted(self.rows, rows)]
-        if self.limits.tiles:
+            found = self.rows[np.searchsorted(self.rows, rows)]
+        elif self.limits.tiles:
             sizes = np.array([0, *self.limits.tiles])
             in_full = rows // sizes[-1] * sizes[-1]
-            return in_full + sizes[np.searchsorted(sizes, rows - in_full)]
-        return rows
+            found = in_full + sizes[np.searchsorted(sizes, rows - in_full)]
+        return found
 
     def _extend(self, most: int) -> None:
         """Add points up to `most` rows, where the slope of the last two continues."""
@@ -91,7 +92,7 @@ class CostCurve:
         """Learn from a step."""
         self._extend(rows)
         if self.limits.tiles:
-            rows = int(self._computed(np.array([rows]))[0])
+            rows = int(self._computed(np.array([rows], np.float64))[0])
         drift, steps = self._drifts.get(kind, (1.0, 0))
         expected = float(np.interp(rows, self.rows, self.seconds)) * drift
         error = math.log(seconds / expected)

@@ -195,8 +195,11 @@ class Drafting(DraftingBatch):
         most = sum(group.budget.max_nodes(step) for group in self._budgets)
         about = 2 * most // len(self.members)  # a confident request takes what others leave
         proposals = self.propose(limits, about, step.others_wait)
-        if self.alone:
-            self._budgets = self._group()  # their tables may change
+        if self.alone:  # their tables may change
+            rates = {group.budget.kind: group.budget.rate for group in self._budgets}
+            self._budgets = self._group()
+            for group in self._budgets:
+                group.budget.rate = rates[group.budget.kind]
         if step.limits.chain:
             return self._draft_chains(proposals, step, prices)
         drafts = Drafts([], self.members, proposals.urgency)

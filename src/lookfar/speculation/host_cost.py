@@ -9,8 +9,8 @@ from lookfar.core.arrays import Floats
 RATE = 0.05  # how fast older steps are forgotten
 OUTLIER = 3.0  # times the usual: what a step that waited for something else counts as
 FIRST_STEPS = 8  # which may all have waited: a step that is much faster starts over
-SPREAD = 8.0  # rows by which sizes have to differ, as a standard deviation, to tell more than what is assumed
-ROWS_SHARE = 0.4  # of the time is for rows at the least: half of it is, wherever sizes differed enough to tell
+SPREAD = 8.0  # rows: if sizes differ by this standard deviation, the measured slope and the assumed one count the same
+ROWS_SHARE = 0.4  # of the time is for rows at the least, and as much is assumed
 ALONE_SHARE = 0.15  # the same where one request is alone: calls are most of the cost of small steps
 
 

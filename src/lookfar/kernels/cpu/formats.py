@@ -22,8 +22,8 @@ Bytes = npt.NDArray[np.uint8]
 
 FORMATS = (UINT8, BFLOAT16, FLOAT16, FLOAT32) if HAS_HALF else (UINT8, BFLOAT16, FLOAT32)  # the smallest first
 NAMES = {FLOAT32: "float32", BFLOAT16: "bfloat16", FLOAT16: "float16", UINT8: "uint8"}
-LARGEST = 255.0  # number of units
-UPPER = int(sys.byteorder == "little")  # half of a number
+LARGEST = 255.0  # a number of units in a byte
+UPPER = int(sys.byteorder == "little")  # which half of a float32 has its upper 16 bits
 
 
 def format_of(weights: Seq[torch.Tensor], rows: int = 0) -> int:
@@ -38,7 +38,7 @@ def fits(weight: torch.Tensor, kind: int) -> bool:
     if kind == UINT8:
         return values.shape[1] % GROUP == 0 and bool(fits_uint8(values))
     if kind == BFLOAT16:
-        return bool(fits_bfloat16(values.view(np.uint32)))
+        return bool(fits_bfloat16(np.ascontiguousarray(values).view(np.uint32)))
     return kind == FLOAT32 or torch.equal(weight.half().float(), weight)
 
 
@@ -50,7 +50,7 @@ def packed_size(weight: torch.Tensor, kind: int) -> int:
 
 def write_panels(weight: torch.Tensor, kind: int, to: Bytes) -> bool:
     """Pack a matrix; returns False if its numbers do not fit the format."""
-    values: Any = weight.detach().numpy()
+    values: Any = np.ascontiguousarray(weight.detach().numpy())
     if kind == UINT8:
         return bool(write_uint8(values, to.view(np.float32), to))
     if not fits(weight, kind):
@@ -73,9 +73,11 @@ def panel_size(kind, length):  # type: ignore[no-untyped-def]
 
 @jit
 def unit_of(values):  # type: ignore[no-untyped-def]
-    """Return the least of some values, and a unit: all others are beyond it by up to 255 units; 0 if there is none."""
+    """Return an offset and a unit: every value is offset + n · unit, n = 0 … 255. The unit is 0 if there is none."""
     least, most = np.float64(values[0]), np.float64(values[0])  # their differences are exact
     for value in values:
+        if value != value:  # NaN
+            return np.float32(0.0), np.float32(0.0)
         least, most = min(least, value), max(most, value)
     width, step = most - least, np.inf
     if width == 0:
@@ -84,7 +86,7 @@ def unit_of(values):  # type: ignore[no-untyped-def]
         if value > least:
             step = min(step, value - least)
     count = 1
-    while width * count <= LARGEST * step and width < np.inf:  # not for NaN
+    while width * count <= LARGEST * step and width < np.inf:
         unit, fits = np.float32(step / count), True
         inverse = 1.0 / unit
         for value in values:

@@ -16,6 +16,7 @@ from numba import types
 
 from lookfar.kernels.cpu.llvm import BYTE, LONG, SHORT, instruction
 from lookfar.kernels.cpu.vectors import (
+    HAS_HALF,
     INTS,
     LANES,
     TILE_ROWS,
@@ -169,5 +170,5 @@ def _of_uint8(builder: Any, where: Any, length: Any, start: Seq[Any], body: Body
 
 tile, tile_strided = _tile(_of_float32(True)), _tile(_of_float32(False), strided=True)
 tile_bfloat16 = _tile(partial(_of_halves, widen=_widen_bfloat16))
-tile_float16 = _tile(partial(_of_halves, widen=_widen_float16))
+tile_float16 = _tile(partial(_of_halves, widen=_widen_float16)) if HAS_HALF else tile_bfloat16  # then never used
 tile_uint8 = _tile(_of_uint8)

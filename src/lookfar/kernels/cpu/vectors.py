@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as Seq
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
-from numba import types
+from numba import config as numba_config, types
+from numba.core.codegen import get_host_cpu_features
 
 from lookfar.kernels.cpu.llvm import BYTE, FLOAT, INT, IS_ARM, LONG, external, instruction
 
 LANES = 16
-FEATURES = llvmlite.binding.get_host_cpu_features()
-HAS_HALF = IS_ARM or bool(FEATURES.get("f16c"))  # reads float16
-HAS_FMA = IS_ARM or bool(FEATURES.get("fma"))  # otherwise every product would be a call of the C library
+# Of the processor that numba compiles for; NUMBA_CPU_FEATURES may name another one than this.
+NAMED = getattr(numba_config, "CPU_FEATURES", None)
+FEATURES: list[str] = (get_host_cpu_features() if NAMED is None else NAMED).split(",")  # type: ignore[no-untyped-call]
+HAS_HALF = IS_ARM or "+f16c" in FEATURES  # reads float16
+HAS_FMA = IS_ARM or "+fma" in FEATURES  # otherwise every product would be a call of the C library
 # The rows of a tile: their sums and one vector of weights fit into the registers.
-WIDE = bool(FEATURES.get("avx512f"))
+WIDE = "+avx512f" in FEATURES
 TILE_ROWS = (1, 2, 4, 8, 12, 16) if WIDE else (1, 2, 4, 6)
 
 VECTOR, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
