@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 OWN_FILE = {"picture", "bench"}  # these write docs/results/NAME.json themselves
 THREE = "mt_bench,humaneval,gsm8k"
-EVERY = "auto,auto/fresh,suffix,recycle,trie,lookahead,prompt_lookup,jacobi,auto+trie,auto+lookahead"
+EVERY = "auto,auto/fresh,suffix,recycle,trie,lookahead,prompt_lookup"
 SAMPLED = "--suites mt_bench,humaneval --budgets 16,64 --strategies auto"
 
 # In the order in which they run: what the README quotes first. DIR stands for the folder of prompts.
@@ -53,7 +53,7 @@ COMMANDS = {
     "temperature=0.7,top_k=0",
     "sampling_1": f"python benchmarks/tokens_per_step.py --data DIR {SAMPLED},auto/no_noise --sampling "
     "temperature=1.0,top_k=0",
-    "tokens_per_step": f"python benchmarks/tokens_per_step.py --data DIR --strategies {EVERY}",
+    "tokens_per_step": f"python benchmarks/tokens_per_step.py --data DIR --limit 20 --workers 2 --strategies {EVERY}",
     "serve_compare": "python benchmarks/serve_compare.py --data DIR --each 2 --tokens 64",
 }
 
@@ -64,7 +64,7 @@ MINUTES = {
     **dict.fromkeys(("side_by_side", "cpu_speed_fresh", "cpu_rows", "host_cost", "exactness_code"), 5),
     **dict.fromkeys(("bench", "cpu_speed", "dropin", "serve_compare", "sampling_0"), 10),
     **dict.fromkeys(("exactness", "sampling_07", "sampling_1"), 20),
-    "tokens_per_step": 180,
+    "tokens_per_step": 30,
 }
 
 
