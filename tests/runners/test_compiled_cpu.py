@@ -25,6 +25,7 @@ from lookfar.models.compiled_families import why_not_compiled
 from lookfar.models.self_check import taken_slots
 from lookfar.runners import compiled_cpu, create_runner
 from lookfar.runners.compiled_cpu import CompiledSteps
+from lookfar.speculation.cost_curve import CostCurve
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="about steps on a CPU")
 
@@ -102,6 +103,15 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(family: str) -> None:
         one = steps.launch(StepPlan([RequestPlan(np.array([token]), cached)]), cache).all_logits
         cache.commit(0, 1)
         assert torch.equal(one[0], together[row])
+
+
+def test_the_cost_curve_knows_the_rows_that_are_computed() -> None:
+    model = tiny_model("llama", torch.float32)
+    runner = create_runner(BoundModel(model, pack=True))
+    table = CostCurve({rows: float(rows) for rows in range(1, 65)}, runner.limits).table(40)
+    for rows in range(1, 41):
+        plan = StepPlan([RequestPlan(np.arange(rows), 0)])
+        assert runner.launch(plan, taken_slots(1, 64)).result().num_rows == table[rows]
 
 
 def test_any_number_of_threads_gives_the_same_bits(threads: None) -> None:

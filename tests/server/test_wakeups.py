@@ -56,6 +56,7 @@ def test_a_timer_with_nothing_to_do_changes_nothing() -> None:
         wakeups = Wakeups(asyncio.get_running_loop(), 0.05)
         event = asyncio.Event()
         wakeups.notifier(event)(True)
+        await asyncio.sleep(0.01)
         wakeups.notifier(event)(False)  # which starts a timer
         wakeups.notifier(event)(True)
         await asyncio.sleep(0.01)

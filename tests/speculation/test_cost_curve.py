@@ -142,8 +142,7 @@ def rate_of(truth: CostCurve, learned: CostCurve, chances: list[float], steps: i
         while accepted < count and chance.random() < chances[accepted]:
             accepted += 1
         cost = float(truth.table(len(scores) + 1)[1 + count]) * chance.uniform(0.97, 1.05)
-        computed = truth.rows[np.searchsorted(truth.rows, 1 + count)] if truth.limits.captured else 1 + count
-        learned.refine(int(computed), cost)
+        learned.refine(int(truth._computed(np.array([1.0 + count]))[0]), cost)
         tokens, seconds = tokens + 1 + accepted, seconds + cost
     return tokens / seconds
 

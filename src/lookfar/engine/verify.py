@@ -73,11 +73,12 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
                     now = perf_counter()
                 else:
                     tokens = all_tokens[start:end]
+                    if request.samples_by_row:
+                        check_sampled(tokens)
                     found = Walk(all_nodes[start : end - 1], tokens)
                     if len(request.ids) + len(tokens) >= request.max_length or not request.stop_ids.isdisjoint(tokens):
                         _end_at_limit(request, found)
                 if request.samples_by_row:
-                    check_sampled(found.tokens)
                     found.sampling_seconds = sampling.get(place, 0.0)
                 request.accept(found.tokens, found.finish_reason, now)
             except BaseException as error:

@@ -223,6 +223,7 @@ class CompiledStep(FlatStep):
     def __init__(self, plan: StepPlan, found: Likeliest, seconds: float, is_warm: bool, vocab_size: int) -> None:
         super().__init__(plan, torch.from_numpy(found.logits)[: len(found.ids), :vocab_size], seconds, is_warm)
         self.found = found
+        self.num_rows = layout.padded(self.num_rows)
 
     def most_likely(self) -> tuple[Ints, Int32s | None, Floats | None]:
         choices = self.found.ids[:, 0].astype(np.int64)

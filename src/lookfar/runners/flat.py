@@ -139,6 +139,7 @@ class FlatStep:
         self.is_warm = is_warm
         self.logit_rows = flat_logit_rows(plan)
         self.starts = list(accumulate(plan.lengths, initial=0))
+        self.num_rows = self.starts[-1]
 
     def result(self) -> StepResult:
         asked = perf_counter()
@@ -149,7 +150,7 @@ class FlatStep:
             self.logits,
             None if top_ids is None else self._spread(top_ids),
             None if top_logits is None else self._spread(top_logits),
-            num_rows=self.starts[-1],
+            num_rows=self.num_rows,
             seconds=self.seconds + perf_counter() - asked,
             hidden=self.hidden if self.states is not None else None,
             is_warm=self.is_warm,

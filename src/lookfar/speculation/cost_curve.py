@@ -89,10 +89,8 @@ class CostCurve:
         return float(self.table(rows)[rows] * self.drift(kind))
 
     def refine(self, rows: int, seconds: float, kind: str = ALONE) -> None:
-        """Learn from a step."""
+        """Learn from a step that computed so many rows."""
         self._extend(rows)
-        if self.limits.tiles:
-            rows = int(self._computed(np.array([rows], np.float64))[0])
         drift, steps = self._drifts.get(kind, (1.0, 0))
         expected = float(np.interp(rows, self.rows, self.seconds)) * drift
         error = math.log(seconds / expected)

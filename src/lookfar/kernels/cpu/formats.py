@@ -22,7 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 
 FORMATS = (UINT8, BFLOAT16, FLOAT16, FLOAT32) if HAS_HALF else (UINT8, BFLOAT16, FLOAT32)  # the smallest first
 NAMES = {FLOAT32: "float32", BFLOAT16: "bfloat16", FLOAT16: "float16", UINT8: "uint8"}
-LARGEST = 255.0  # a number of units in a byte
+LARGEST = 255.0  # the most units that a byte counts
 UPPER = int(sys.byteorder == "little")  # which half of a float32 has its upper 16 bits
 
 
@@ -34,11 +34,11 @@ def format_of(weights: Seq[torch.Tensor], rows: int = 0) -> int:
 
 def fits(weight: torch.Tensor, kind: int) -> bool:
     """Whether a format holds a float32 matrix without loss."""
-    values: Any = weight.detach().numpy()
+    values: Any = np.ascontiguousarray(weight.detach().numpy())
     if kind == UINT8:
         return values.shape[1] % GROUP == 0 and bool(fits_uint8(values))
     if kind == BFLOAT16:
-        return bool(fits_bfloat16(np.ascontiguousarray(values).view(np.uint32)))
+        return bool(fits_bfloat16(values.view(np.uint32)))
     return kind == FLOAT32 or torch.equal(weight.half().float(), weight)
 
 

@@ -17,8 +17,8 @@ from lookfar.kernels.cpu.llvm import BYTE, FLOAT, INT, IS_ARM, LONG, external, i
 
 LANES = 16
 # Of the processor that numba compiles for; NUMBA_CPU_FEATURES may name another one than this.
-NAMED = getattr(numba_config, "CPU_FEATURES", None)
-FEATURES: list[str] = (get_host_cpu_features() if NAMED is None else NAMED).split(",")  # type: ignore[no-untyped-call]
+REQUESTED = getattr(numba_config, "CPU_FEATURES", None)
+FEATURES: list[str] = (get_host_cpu_features() if REQUESTED is None else REQUESTED).split(",")  # type: ignore[no-untyped-call]
 HAS_HALF = IS_ARM or "+f16c" in FEATURES  # reads float16
 HAS_FMA = IS_ARM or "+fma" in FEATURES  # otherwise every product would be a call of the C library
 # The rows of a tile: their sums and one vector of weights fit into the registers.
