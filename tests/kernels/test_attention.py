@@ -182,17 +182,36 @@ def test_a_row_is_the_same_to_the_last_bit_in_steps_of_any_size(cached: int) -> 
     assert all(torch.equal(found[0], other) for other in found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("vocabulary", [30, 5000, 49152])
 @pytest.mark.parametrize("top", [0, 8, 24])
-def test_the_best_tokens(vocabulary: int, top: int) -> None:
-    logits = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(0)).round(decimals=1).to(DEVICE)  # ties
+def test_the_best_tokens(vocabulary: int, top: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(0)).round(decimals=1)  # ties
+    logits[1] -= 9.0  # all negative
+    logits[2, :] = float("-inf")
+    logits[2, ::2] = torch.randn(len(logits[2, ::2]))
+    logits = logits.to(dtype).to(DEVICE)
     found, expected = top_k(logits, top), reference.top_k(logits, top)
     assert torch.equal(found[:, 0], expected[:, 0])
     values = found[:, 1 + top :].contiguous().view(torch.float32)
     assert torch.equal(values, expected[:, 1 + top :].contiguous().view(torch.float32))
     ids = found[:, 1 : 1 + top].long()
-    assert torch.equal(logits.gather(1, ids), values)
+    assert torch.equal(logits.float().gather(1, ids), values)
     assert all(len(set(row)) == top for row in ids.tolist())
+    for row, tokens in zip(logits, ids, strict=True):  # the first of equal ones comes first
+        in_order = sorted(range(vocabulary), key=lambda token, row=row.tolist(): (-row[token], token))
+        assert tokens.tolist() == in_order[:top]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_the_best_tokens_of_special_logits(dtype: torch.dtype) -> None:
+    logits = torch.full((3, 2000), -1.0)
+    logits[0, 1500], logits[0, 30] = 0.0, -0.0  # equal: the first one
+    logits[1, 7], logits[1, 1999] = float("nan"), float("inf")
+    logits[2] = float("-inf")
+    found = top_k(logits.to(dtype).to(DEVICE), 2).cpu()
+    assert found[:, 1:3].tolist() == [[30, 1500], [1999, 0], [0, 1]]
+    assert found[:, 3:].contiguous().view(torch.float32)[1:].tolist() == [[float("inf"), -1.0], [float("-inf")] * 2]
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 512), (21, 700), (3, 2048)])
