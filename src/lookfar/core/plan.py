@@ -69,6 +69,12 @@ class RowSampler(Protocol):
     def device(self) -> Any:
         """The device of the sampling noise."""
 
+    @property
+    def random(self) -> Any:
+        """The request's row of the noise of its call; None: it does not sample."""
+
+    num_emitted: int  # the position of its next token
+
     def noise_addresses(self, deepest: int, width: int) -> tuple[list[int], list[Any]]:
         """Return where the noise for the next token and those up to `deepest` tokens behind it lies in memory.
 

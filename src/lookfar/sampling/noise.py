@@ -15,8 +15,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from lookfar.core.arrays import Floats
+from lookfar.core.arrays import Floats, Ints
+from lookfar.core.jit import jit
 from lookfar.core.locks import fork_safe_lock
+from lookfar.sampling.noise_draws import NoiseDraws
 
 # Noise that is kept for requests that lag behind; dropped noise is drawn again when needed. The requests of a batch are
 # soon a hundred positions apart, so on a GPU it may be more, as a share of its memory.
@@ -33,12 +35,15 @@ class KeptNoise:
 
     noise: torch.Tensor  # [requests, vocabulary]
     places: range | dict[int, int]  # by request, its place in `noise`
+    drawn: torch.Tensor  # [positions, requests, vocabulary]: what was drawn at once
+    index: int  # of the position in it
     address: int  # in memory
     row_bytes: int
 
     @classmethod
-    def of(cls, noise: torch.Tensor, places: range | dict[int, int]) -> KeptNoise:
-        return cls(noise, places, noise.data_ptr(), noise.stride(0) * noise.element_size())
+    def of(cls, drawn: torch.Tensor, index: int, places: range | dict[int, int]) -> KeptNoise:
+        noise = drawn[index]
+        return cls(noise, places, drawn, index, noise.data_ptr(), noise.stride(0) * noise.element_size())
 
 
 _borrowed: WeakValueDictionary[int, SamplingNoise] = WeakValueDictionary()  # by the id of the generator
@@ -57,10 +62,12 @@ class SamplingNoise:
         self.batch = batch
         self.source = generator if generator is not None else default_generator(device)
         self.device = self.source.device
-        self._drawing = torch.Generator(self.device)
+        self._draws = NoiseDraws(self.device)
         self._states: list[torch.Tensor] = []  # of the generator before each position
         self._kept: OrderedDict[int, KeptNoise] = OrderedDict()  # by position, least recently used first
         self._most = max_kept(self.device)
+        self._is_crowded = False  # whether noise had to be dropped that is needed again, perhaps
+        self._addresses: Ints = np.zeros(256, np.int64)  # by position, of the noise of all requests; 0: not kept
         self._heads = [0] * batch  # the next position of each request
         self._begun = [False] * batch  # whether a request has asked for noise, or still waits for its turn
         self._first_head = 0  # the least of them
@@ -80,10 +87,11 @@ class SamplingNoise:
             if self._states:
                 return
             owner = _borrowed.setdefault(id(self.source), self)
-            if owner is not self:
+            if owner is self:
+                self._states.append(self.source.get_state())
+            else:
                 seed = torch.empty((), dtype=torch.int64, device=self.device).random_(generator=self.source)
-                self._drawing.manual_seed(int(seed))
-            self._states.append(self.source.get_state() if owner is self else self._drawing.get_state())
+                self._states.append(self._draws.seed(int(seed)))
 
     def finish(self, steps: int | None = None) -> None:
         """Leave the generator where `generate` leaves it after so many steps; by default those that were taken."""
@@ -110,13 +118,33 @@ class SamplingNoise:
         found = [self._find(position, row) for position in positions]
         return [kept.address + kept.places[row] * kept.row_bytes for kept in found], [kept.noise for kept in found]
 
+    def set_addresses(self, by_depth: Ints, requests: tuple[Ints, Ints, Ints], deepest: Ints, width: int) -> bool:
+        """Set where the noise of several requests lies, from their next positions on: those up to the `deepest`.
+
+        `requests` are the rows of `by_depth`, the rows of the noise, and the next positions. False if not all of it is
+        kept for all requests; then `addresses` finds it for one request after the other.
+        """
+        places, rows, positions = requests
+        end = int((positions + deepest[places]).max()) + 1
+        self.width, self._used = width, max(self._used, end)
+        if end > len(self._addresses):
+            self._addresses = np.append(self._addresses, np.zeros(end, np.int64))
+        for row in rows.tolist():
+            self._begun[row] = True
+        while not self._is_crowded:
+            missing = read_addresses(by_depth, requests, deepest, self._addresses, 4 * width)
+            if missing < 0:
+                return True
+            self._draw(missing)
+        return False
+
     def advance(self, row: int, position: int) -> None:
         """Note that a request is at `position` now; noise that no request needs any more is dropped."""
         was_first, self._heads[row] = self._heads[row] <= self._first_head, position
         if was_first and (first := min(self._heads)) > self._first_head:
             self._first_head = first
             for old in [old for old in self._kept if old < first]:
-                del self._kept[old]
+                self._drop(old)
 
     def release(self, row: int) -> None:
         """Note that a request has ended, so that no noise is kept for it."""
@@ -145,9 +173,17 @@ class SamplingNoise:
     def _copy(self, row: int, end: int, wait: bool = True) -> None:
         if self._heads[row] == NEVER:
             return
-        for position in range(max(self._copied[row], self._heads[row]), end):
-            to = self._buffer[row, position % (2 * self.look_ahead)]
-            to.copy_(self._noise_of(position, row), non_blocking=not wait)
+        position, size = max(self._copied[row], self._heads[row]), 2 * self.look_ahead
+        while position < end:
+            kept, count = self._find(position, row), 1
+            while position + count < end and (position + count) % size:  # those drawn with it are copied with it
+                behind = self._kept.get(position + count)
+                if behind is None or behind.drawn is not kept.drawn:
+                    break
+                count += 1
+            to = self._buffer[row, position % size : position % size + count]
+            to.copy_(kept.drawn[kept.index : kept.index + count, kept.places[row]], non_blocking=not wait)
+            position += count
         self._copied[row] = max(self._copied[row], end)
 
     def _noise_of(self, position: int, row: int) -> torch.Tensor:
@@ -168,35 +204,63 @@ class SamplingNoise:
         """Draw the noise of all requests at a position, after that of positions before it where it is new."""
         self.start()
         while True:
-            drawing = min(position, len(self._states) - 1)
-            self._drawing.set_state(self._states[drawing])
-            noise = torch.empty(self.batch, self.width, dtype=torch.float32, device=self.device)
-            noise.exponential_(1, generator=self._drawing)
-            if drawing == len(self._states) - 1:
-                self._states.append(self._drawing.get_state())
-            self._kept[drawing] = drawn = KeptNoise.of(noise, range(self.batch))
-            self._kept.move_to_end(drawing)
-            self._make_room()
-            if drawing == position:
-                return drawn
+            first = min(position, len(self._states) - 1)
+            is_new = first == len(self._states) - 1
+            count = self._draws.positions(self.batch, self.width) if is_new else 1
+            noise, states = self._draws.draw(self._states[first], (count, self.batch, self.width))
+            if is_new:
+                self._states += states
+            for index in range(count):
+                self._keep(first + index, KeptNoise.of(noise, index, range(self.batch)))
+                self._kept.move_to_end(first + index)
+            self._make_room(min(position, first + count - 1))
+            if position < first + count:
+                return self._kept[position]
 
-    def _make_room(self) -> None:
-        """Keep no more noise than allowed.
+    def _keep(self, position: int, kept: KeptNoise) -> None:
+        self._kept[position] = kept
+        if position >= len(self._addresses):
+            self._addresses = np.append(self._addresses, np.zeros(position + 1, np.int64))
+        self._addresses[position] = kept.address if isinstance(kept.places, range) else 0
+
+    def _drop(self, position: int) -> KeptNoise:
+        self._addresses[position] = 0
+        return self._kept.pop(position)
+
+    def _make_room(self, position: int) -> None:
+        """Keep no more noise than allowed, that of `position` in any case.
 
         Requests that wait for their turn need the noise of all positions, which is too much for a large call, so theirs
         is dropped first. Running requests are at different positions: one drawing serves all that have it before them.
         """
         excess = sum(kept.noise.nbytes for kept in self._kept.values()) - self._most
-        for position, kept in list(self._kept.items()):
+        if excess > 0:
+            self._is_crowded = True
+            self._kept.move_to_end(position)
+        for place, kept in list(self._kept.items()):
             if excess <= 0:
                 return
-            rows = [row for row in kept.places if self._begun[row] and self._heads[row] <= position]
+            rows = [row for row in kept.places if self._begun[row] and self._heads[row] <= place]
             if len(rows) < len(kept.noise):
                 fewer = kept.noise[[kept.places[row] for row in rows]]
-                self._kept[position] = KeptNoise.of(fewer, {row: place for place, row in enumerate(rows)})
+                self._keep(place, KeptNoise.of(fewer[None], 0, {row: at for at, row in enumerate(rows)}))
                 excess -= kept.noise.nbytes - fewer.nbytes
         while excess > 0 and len(self._kept) > 1:
-            excess -= self._kept.popitem(last=False)[1].noise.nbytes
+            excess -= self._drop(next(iter(self._kept))).noise.nbytes
+
+
+@jit
+def read_addresses(by_depth, requests, deepest, addresses, row_bytes):  # type: ignore[no-untyped-def]
+    """Set the addresses of the noise of requests; return the first position whose noise is not kept, -1 for none."""
+    places, rows, positions = requests
+    for i in range(len(places)):
+        place = places[i]
+        for depth in range(deepest[place] + 1):
+            address = addresses[positions[i] + depth]
+            if address == 0:
+                return positions[i] + depth
+            by_depth[place, depth] = address + rows[i] * row_bytes
+    return np.int64(-1)
 
 
 def max_kept(device: torch.device) -> int:

@@ -25,17 +25,35 @@ WORTH_CAPTURING = 16  # uses of a sampler before it is captured, which takes som
 
 
 def set_noise_addresses(addresses: Ints, plan: StepPlan, width: int) -> list[torch.Tensor]:
-    """Set where the noise of each row lies, 0 for none; returns what has to be kept until it is read."""
+    """Set where the noise of each row lies, 0 for none; returns what has to be kept until it is read.
+
+    Noise that its call keeps may be dropped while the device works, but not be overwritten: whatever gets its memory
+    is written later on the same stream.
+    """
     about, _, nodes = plan.flat
     deepest = deepest_nodes(about, nodes[DEPTH])
     by_depth: Ints = np.zeros((len(about), 1 + int(deepest.max())), np.int64)
     kept: list[torch.Tensor] = []
-    for place, sampler in plan.samplers.items():
-        found, noise = sampler.noise_addresses(int(deepest[place]), width)
-        by_depth[place, : len(found)] = found
-        kept += noise
+    if not _set_together(by_depth, plan, deepest, width):
+        for place, sampler in plan.samplers.items():
+            found, noise = sampler.noise_addresses(int(deepest[place]), width)
+            by_depth[place, : len(found)] = found
+            kept += noise
     spread_by_depth(addresses, about, nodes[DEPTH], by_depth)
     return kept
+
+
+def _set_together(by_depth: Ints, plan: StepPlan, deepest: Ints, width: int) -> bool:
+    """Set the addresses of requests of one call, whose noise is kept; False if it has to be done one by one."""
+    samplers = plan.samplers.values()
+    noises = {sampler.random.noise for sampler in samplers}
+    if len(noises) != 1:
+        return False
+    rows = np.array([sampler.random.row for sampler in samplers])
+    positions = np.array([sampler.num_emitted for sampler in samplers])
+    requests = np.array(list(plan.samplers)), rows, positions
+    found: bool = noises.pop().set_addresses(by_depth, requests, deepest, width)
+    return found
 
 
 @jit

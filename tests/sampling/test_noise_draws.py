@@ -1,0 +1,68 @@
+"""Several positions drawn at once have the numbers of draws one after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lookfar.sampling import noise_draws
+from lookfar.sampling.noise import SamplingNoise
+from lookfar.sampling.noise_draws import AHEAD, NoiseDraws, states_between
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1000), (3, 2, 500)])
+def test_draws_on_a_cpu(shape: tuple[int, int, int]) -> None:
+    expected = torch.Generator().manual_seed(5)
+    start = expected.get_state()
+    noise, states = NoiseDraws(torch.device("cpu")).draw(start, shape)
+    for part, state in zip(noise, states, strict=True):
+        assert torch.equal(part, torch.empty(shape[1:]).exponential_(1, generator=expected))
+        assert torch.equal(state, expected.get_state())
+
+
+def test_states_in_between_are_equally_far_apart() -> None:
+    start, end = (torch.from_numpy(np.array([seed, offset]).view(np.uint8)) for seed, offset in ((7, 12), (7, 36)))
+    found = [state.numpy().view(np.int64).tolist() for state in states_between(start, end, 3)]
+    assert found == [[7, 20], [7, 28], [7, 36]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "width"), [(1, 49152), (1, 1000), (3, 32000)])
+def test_draws_on_a_gpu_as_one_graph(batch: int, width: int) -> None:
+    """First one by one, then in a graph, from any state, and in the right places of the noise of a call."""
+    device, shape = torch.device("cuda"), (AHEAD, batch, width)
+    draws, generator = NoiseDraws(device), torch.Generator(device)
+    for attempt, seed in enumerate((1, 2, 3, 2)):
+        generator.manual_seed(seed)
+        if attempt == 3:
+            generator.set_offset(400)
+        noise, states = draws.draw(generator.get_state(), shape)
+        for part, state in zip(noise, states, strict=True):
+            assert torch.equal(part, torch.empty(batch, width, device=device).exponential_(1, generator=generator))
+            assert torch.equal(state, generator.get_state())
+    assert any(graph is not None for graph in noise_draws._graphs.values())
+    torch.manual_seed(11)
+    of_call = SamplingNoise(batch, device)
+    found = [of_call.at(position, 0, width).clone() for position in (0, 5, 20)]
+    of_call.finish(21)
+    after = torch.cuda.get_rng_state()
+    torch.manual_seed(11)
+    expected = [torch.empty(batch, width, device=device).exponential_()[0] for _ in range(21)]
+    assert all(torch.equal(part, expected[place]) for part, place in zip(found, (0, 5, 20), strict=True))
+    assert torch.equal(torch.cuda.get_rng_state(), after)
+
+
+@pytest.mark.gpu
+def test_the_coming_noise_is_copied_from_a_gpu() -> None:
+    torch.manual_seed(4)
+    noise = SamplingNoise(2, torch.device("cuda"))
+    noise.at(0, 0, 3000)
+    for head in (0, 3, 4, 11, 30):
+        noise.advance(1, head)
+        noise.fetch(1)
+        noise.prefetch(1)
+        torch.cuda.synchronize()
+        for place in range(head, head + 2 * noise.look_ahead):
+            own = noise.upcoming[1, place % noise.upcoming.shape[1]]
+            assert (own == noise.at(place, 1, 3000).cpu().numpy()).all()
