@@ -25,7 +25,7 @@ PROMPTS, NEW = random_prompts(12, 30, 5), 20
 
 @pytest.fixture
 def runner() -> CudaGraphRunner:
-    runner = CudaGraphRunner(BoundModel(tiny_model("llama"), pack=False))
+    runner = CudaGraphRunner(BoundModel(tiny_model("llama", torch.float32), pack=False))
     assert not runner.why_unavailable()
     return runner
 
@@ -76,7 +76,7 @@ def test_a_request_alone_does_not_wait(runner: CudaGraphRunner) -> None:
 
 def test_smaller_steps_do_not_stand_in(runner: CudaGraphRunner) -> None:
     """Neither with fewer rows, nor with room for fewer requests, nor with fewer predictions."""
-    cache = flat_lm(tiny_model("llama")).engine.cache
+    cache = flat_lm(tiny_model("llama", torch.float32)).engine.cache
     cache.reserve(8, 64, most=8, keep=False)
     for shape in (StepShape(8, 8, 8), StepShape(32, 1, 8), StepShape(32, 4, 0)):
         runner.capture(cache, shape)
@@ -141,7 +141,7 @@ def test_weights_that_were_moved_are_not_captured(runner: CudaGraphRunner) -> No
 
 
 def test_after_the_missing_steps_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", torch.float32)
     lm = flat_lm(model, max_batch=5)
     lm.engine.cache.reserve(5, 256, most=5, keep=False)
     runner: Any = lm.engine.runner
@@ -163,7 +163,7 @@ def test_after_the_missing_steps_nothing_is_captured(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_wanted_steps_are_captured_when_the_driver_is_idle(allowed: bool) -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", torch.float32)
     lm = flat_lm(model, max_batch=3)
     lm.driver.works_when_idle = allowed
     expected = [reference(model, prompt, NEW) for prompt in PROMPTS]
@@ -180,7 +180,7 @@ def test_wanted_steps_are_captured_when_the_driver_is_idle(allowed: bool) -> Non
 
 
 def test_an_idle_driver_with_wishes_is_collected_and_closed() -> None:
-    lm: LM | None = flat_lm(tiny_model("llama"), max_batch=3)
+    lm: LM | None = flat_lm(tiny_model("llama", torch.float32), max_batch=3)
     assert lm is not None
     lm.driver.works_when_idle = True
     lm.generate(PROMPTS, max_new_tokens=4, strategy="none")

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lookfar.kernels.overlap import launch_options, wait
 from lookfar.kernels.row_table import (
     KV_LEN,
     MAX_PATH,
@@ -102,6 +103,7 @@ def attend_far(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
     CAPPED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -116,6 +118,7 @@ def attend_far(  # type: ignore[no-untyped-def]
     TILE_WINDOW_START: tl.constexpr,
 ):
     """Attend from a tile of rows of one request to one chunk of the keys far behind all of them."""
+    wait(OVERLAPS)
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     kv_head = tl.program_id(1)
@@ -194,6 +197,7 @@ def attend_near(  # type: ignore[no-untyped-def]
     GROUP_PAD: tl.constexpr,
     UNROLL: tl.constexpr,
     CAPPED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     SINKS: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -205,6 +209,7 @@ def attend_near(  # type: ignore[no-untyped-def]
     TREE_PATH: tl.constexpr,
 ):
     """Combine the chunks of far keys of one row, then attend to the keys at the end of its path."""
+    wait(OVERLAPS)
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     entry = table + row * WIDTH
@@ -315,6 +320,7 @@ def attend(
         "MAX_PATH": MAX_PATH,
         "KV_LEN": KV_LEN,
         "WINDOW_START": WINDOW_START,
+        **launch_options(query.device),
     }
     # Products in float32 take many registers, and so do wide heads.
     single = query.dtype == torch.float32

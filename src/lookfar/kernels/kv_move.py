@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lookfar.kernels.overlap import launch_options, wait
+
 from lookfar.core.packed_kv import PackedKV, alike
 from lookfar.kernels.row_table import MAX_PATH
 
@@ -72,7 +74,9 @@ def pack_positions(  # type: ignore[no-untyped-def]
 def write_positions(  # type: ignore[no-untyped-def]
     new_keys, new_values, keys, values, slots, positions, nk_head, nk_row, nv_head, nv_row, k_slot, k_head, k_position,
     v_slot, v_head, v_position, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait(OVERLAPS)
     row, head = tl.program_id(0), tl.program_id(1)
     slot, position = tl.load(slots + row), tl.load(positions + row)
     at = tl.arange(0, K_PAD)
@@ -99,6 +103,7 @@ def write_rows(
         new_keys, new_values, keys, values, slots, positions, *new_keys.stride()[1:3], *new_values.stride()[1:3],
         *keys.stride()[:3], *values.stride()[:3],
         K_DIM=k_dim, V_DIM=v_dim, K_PAD=triton.next_power_of_2(k_dim), V_PAD=triton.next_power_of_2(v_dim), num_warps=1,
+        **launch_options(keys.device),
     )  # fmt: skip
 
 

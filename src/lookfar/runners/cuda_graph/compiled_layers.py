@@ -54,12 +54,15 @@ class CompiledLayers:
 
     def __call__(self, **arguments: Any) -> Any:
         """Run a forward pass of the whole model."""
+        from torch._inductor import config as inductor
+
         # The index of a layer is a variable. Other numbers are not: tracing them as variables fails, and starts again.
         tracing = torch._dynamo.config.patch(
             allow_unspec_int_on_nn_module=True, specialize_float=True, recompile_limit=RECOMPILES
         )
+        combined = inductor.patch(combo_kernels=True)  # one kernel rotates queries and keys
         replaced = forwards_replaced(self.layers, self._forwards)
-        with replaced, tracing, warnings.catch_warnings(), self._row_sums or nullcontext():
+        with replaced, tracing, combined, warnings.catch_warnings(), self._row_sums or nullcontext():
             warnings.simplefilter("ignore")  # advice to round float32
             return self.model(**arguments)
 
