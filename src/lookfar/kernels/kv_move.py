@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lookfar.kernels.overlap import launch_options, wait
-
 from lookfar.core.packed_kv import PackedKV, alike
+from lookfar.kernels.overlap import launch_options, wait
 from lookfar.kernels.row_table import MAX_PATH
 
 TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # bits are moved, whatever their type
