@@ -10,8 +10,10 @@ from transformers import DynamicCache
 from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.tree import DraftTree
 from lookfar.errors import CapacityError
+from lookfar.kernels.row_table import MAX_PATH
 from lookfar.kvcache.base import kv_of
 from lookfar.kvcache.slots import SlotKVCache
+from lookfar.runners.cuda_graph.graph_step import set_moves
 
 
 def slots(count: int, capacity: int) -> tuple[SlotKVCache, list[int]]:
@@ -94,6 +96,39 @@ def test_a_request_moves_with_the_moves_that_are_noted_for_it() -> None:
     cache.free(two)
     view = forward(cache, StepPlan([rows(one, 2, 1), rows(three, 2, 1)]), [50], [60])
     assert view[:, :3].tolist() == [[1, 2, 50], [6, 9, 60]]
+
+
+def test_noted_moves_are_handed_over_for_a_kernel_to_carry_out() -> None:
+    cache, (one, two, three) = slots(3, 12)
+    plan = StepPlan([rows(one, 0, 5), rows(two, 0, 5), rows(three, 0, 5)])
+    forward(cache, plan, [1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15])
+    cache.commit(one, 1, [2, 4])
+    cache.commit(two, 3)  # where they belong already
+    cache.commit(three, 2, [4])
+    about, sources = cache.take_moves(2, 2)
+    assert about.tolist() == [[0, 2, 1], [2, 1, 2]]
+    assert sources.tolist() == [2, 4, 4]
+    table = np.full((3, 1 + 2 * MAX_PATH), 77, np.int32)
+    set_moves(table, about, sources)
+    assert table[:2, 0].tolist() == [0, 2]
+    assert table[2, 0] == -1
+    assert table[0, 1:4].tolist() == [2, 4, -1]
+    assert table[0, 1 + MAX_PATH : 4 + MAX_PATH].tolist() == [1, 2, -1]
+    assert table[1, [1, 2, 1 + MAX_PATH, 2 + MAX_PATH]].tolist() == [4, -1, 2, -1]
+    about, sources = cache.take_moves(2, 2)
+    assert (about.shape, len(sources)) == ((0, 3), 0)
+
+
+@pytest.mark.parametrize("limits", [(1, 9), (9, 1)])
+def test_moves_that_do_not_fit_are_carried_out_at_once(limits: tuple[int, int]) -> None:
+    cache, (one, two) = slots(2, 12)
+    forward(cache, StepPlan([rows(one, 0, 5), rows(two, 0, 5)]), [1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
+    cache.commit(one, 1, [2, 4])
+    cache.commit(two, 1, [3])
+    assert not len(cache.take_moves(*limits)[0])
+    view = forward(cache, StepPlan([rows(one, 3, 1), rows(two, 2, 1)]), [50], [60])
+    assert view[0, :4].tolist() == [1, 3, 5, 50]
+    assert view[1, :3].tolist() == [6, 9, 60]
 
 
 def test_a_fork_starts_with_a_copy() -> None:

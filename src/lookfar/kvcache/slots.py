@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import Cache
 
+from lookfar.core.arrays import Ints
 from lookfar.core.ids import common_prefix
 from lookfar.core.packed_kv import PackedKV, alike
 from lookfar.core.plan import StepPlan
@@ -159,16 +160,18 @@ class SlotKVCache(KVCache):
             self._moves[slot] = [start + row for row in others], range(start + first, length)
         return length
 
-    @property
-    def has_moves(self) -> bool:
-        """Whether moves are noted."""
-        return bool(self._moves)
+    def take_moves(self, slots: int, most: int) -> tuple[Ints, Ints]:
+        """Hand over the noted moves, if they are of at most so many `slots` and at most `most` positions of each.
 
-    def take_moves(self, slot: int, most: int) -> tuple[Seq[int], Seq[int]] | None:
-        """Hand over the noted moves of a slot, from which positions and to which, if there are at most `most`."""
-        if slot in self._moves and len(self._moves[slot][0]) > most:
+        Returns the slots, their numbers of positions and where the first goes, [slots, 3], the others behind it;
+        and the positions to read. Other moves are carried out.
+        """
+        if self._moves and (len(self._moves) > slots or max(len(read) for read, _ in self._moves.values()) > most):
             self.apply_moves()
-        return self._moves.pop(slot, None)
+        moves, self._moves = self._moves, {}
+        about = [(slot, len(read), write[0]) for slot, (read, write) in moves.items()]
+        sources = [position for read, _ in moves.values() for position in read]
+        return np.array(about, np.int64).reshape(-1, 3), np.array(sources, np.int64)
 
     def apply_moves(self) -> None:
         """Carry out all noted moves."""

@@ -70,7 +70,7 @@ class SamplingNoise:
         self._addresses: Ints = np.zeros(256, np.int64)  # by position, of the noise of all requests; 0: not kept
         self._heads = [0] * batch  # the next position of each request
         self._begun = [False] * batch  # whether a request has asked for noise, or still waits for its turn
-        self._first_head = 0  # the least of them
+        self._first_head, self._num_first = 0, batch  # the least of them, and how many requests are there
         self._num_running = batch
         self._used = 0  # positions that tokens were chosen at
         self.width = 0  # of the vocabulary, known with the first logits
@@ -140,10 +140,12 @@ class SamplingNoise:
 
     def advance(self, row: int, position: int) -> None:
         """Note that a request is at `position` now; noise that no request needs any more is dropped."""
-        was_first, self._heads[row] = self._heads[row] <= self._first_head, position
-        if was_first and (first := min(self._heads)) > self._first_head:
-            self._first_head = first
-            for old in [old for old in self._kept if old < first]:
+        was_first, self._heads[row] = self._heads[row] == self._first_head, position
+        self._num_first -= was_first and position > self._first_head
+        if not self._num_first:
+            self._first_head = min(self._heads)
+            self._num_first = self._heads.count(self._first_head)
+            for old in [old for old in self._kept if old < self._first_head]:
                 self._drop(old)
 
     def release(self, row: int) -> None:

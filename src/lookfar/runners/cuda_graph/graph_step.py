@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lookfar.core.arrays import Ints
+from lookfar.core.jit import jit
 from lookfar.core.plan import RowSampler, StepPlan
 from lookfar.kernels import reference
 from lookfar.kernels.attention_op import NAME
@@ -28,6 +29,21 @@ from lookfar.runners.cuda_graph.fused_linear import FusedLinears
 from lookfar.runners.cuda_graph.graph_sampler import GraphSampler
 
 MAX_SAMPLERS = 8  # graphs of samplers that are kept for one shape of step
+
+
+@jit
+def set_moves(table, about, sources):  # type: ignore[no-untyped-def]
+    """Describe the moves of some slots to the kernel that carries them out."""
+    table[:, 0] = -1
+    first = 0
+    for i in range(len(about)):
+        slot, count, target = about[i]
+        row = table[i]
+        row[:] = -1
+        row[0] = slot
+        for j in range(count):
+            row[1 + j], row[1 + MAX_PATH + j] = sources[first + j], target + j
+        first += count
 
 
 @dataclass
@@ -66,17 +82,7 @@ class GraphStep(FlatStep):
             return False
         if not self.on_gpu:
             return True  # the cache moves positions itself
-        self.host_moves[:, 0] = -1
-        if not self.cache.has_moves:
-            return True
-        for moves, handle in zip(self.host_moves, plan.handles, strict=False):
-            slot = self.cache.slot_of(handle)
-            positions = self.cache.take_moves(slot, MAX_PATH)
-            if positions is not None:
-                source, target = positions
-                moves[:] = -1
-                moves[0] = slot
-                moves[1 : 1 + len(source)], moves[1 + MAX_PATH : 1 + MAX_PATH + len(target)] = source, target
+        set_moves(self.host_moves, *self.cache.take_moves(len(self.host_moves), MAX_PATH))
         return True
 
     def run(self) -> torch.Tensor:
