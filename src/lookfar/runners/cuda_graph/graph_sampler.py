@@ -103,11 +103,11 @@ class GraphSampler:
         self.sampled.copy_(sampled, non_blocking=True)
 
     def launch(self, plan: StepPlan) -> bool:
-        """Sample behind a step that was launched; returns whether something was compiled or captured for it."""
+        """Sample behind a step that was launched; returns whether later samples will be faster."""
         self._noise = set_noise_addresses(self._addresses.numpy(), plan, self.width)
         self._uses += 1
         if self._uses == WORTH_CAPTURING:
             with suppress(Exception):  # a processor that synchronizes with the host cannot be captured
                 _, self._replay = capture_graph(self._run, self._pool)
         self._replay()
-        return self._uses in (1, WORTH_CAPTURING)
+        return self._uses <= WORTH_CAPTURING
