@@ -1,14 +1,15 @@
-"""All measurements on a GPU in one run: steps, attention, speed, batches, exactness, cold starts.
+"""All measurements on a GPU in one run: steps, attention, speed, batches, exactness, the server, cold starts.
 
     python benchmarks/gpu.py --data DIR --out results.json
 
-Every section starts with a new model, prints its rows and writes them to the file. Baselines run in the same process
-as what is compared with them. `--only steps,speed` runs some sections.
+Every section prints its rows and writes them to the file. Most use one model, which is warmed up first. Baselines run
+in the same process as what is compared with them. `--only steps,speed` runs some sections.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from cells import all_texts, cells as measure_cells
+from cells import SUITES, all_texts, cells as measure_cells
 from prompts import generate, read_prompts
 from start import measure as measure_starts
 
@@ -52,6 +53,7 @@ from lookfar.runners.cuda_graph import runner as graph_runner
 from lookfar.runners.cuda_graph.runner import CudaGraphRunner
 
 Tokens = list[list[int]]
+MOST = 64  # requests at once
 options: argparse.Namespace
 results: dict[str, list[dict[str, Any]]] = {}  # of each section
 section = ""  # the one that is running
@@ -66,6 +68,14 @@ def report(**values: Any) -> None:
 
 def demo(**arguments: Any) -> lookfar.LM:
     return lookfar.load("demo", device="cuda", **{"dtype": "bfloat16", "max_batch": 1} | arguments)
+
+
+@cache
+def warm_demo() -> lookfar.LM:
+    """Return the demo model, compiled, with everything captured that up to 64 requests use."""
+    lm = demo(compile=True, max_batch=MOST)
+    lm.warmup(requests=MOST, sampling=True)
+    return lm
 
 
 def prompts(lm: lookfar.LM, each: int, suites: Seq[str] = ("mt_bench", "humaneval")) -> list[list[int]]:
@@ -216,7 +226,7 @@ def speed() -> None:
         report(mode=name, tokens_per_second=sum(len(t) for t, _ in runs) / sum(s for _, s in runs))
     every, some = texts, texts[:4] + texts[20:24]
     for compiled, texts in ((True, every), (False, some)):
-        lm = demo(compile=compiled)
+        lm = warm_demo() if compiled else demo()
         for strategy in ("none", "auto"):  # captures the steps, those for prefills included
             run_all(lm, texts, 4, strategy=strategy)
             run_all(lm, [every[0], every[-1]], 256, strategy=strategy)
@@ -254,7 +264,7 @@ def speed() -> None:
 
 def sampled() -> None:
     """Tokens per second of sampling in CUDA graphs and on the host."""
-    lm = demo(compile=True)
+    lm = warm_demo()
     texts = prompts(lm, 4)
     usual = graph_runner.SAMPLED_BYTES
     for sampling in (
@@ -312,42 +322,13 @@ def alone_and_in_a_batch() -> None:
     differences(lm, "model.generate alone / in batches of 8", texts, alone, together)
 
 
-def batches() -> None:
-    """Tokens per second of many prompts at once, with speculation and without."""
-    for size in (8, 32):
-        lm = demo(max_batch=size, compile=True)
-        texts = prompts(lm, 48)[: 3 * 32]
-        ratios, rates = [], []
-        for turn in range(6):
-            seconds = {}
-            for strategy in ("none", "auto"):
-                lm.forget()
-                began = perf_counter()
-                done = lm.generate(texts, max_new_tokens=128, strategy=strategy)
-                seconds[strategy] = (perf_counter() - began) / sum(len(one.token_ids) for one in done)
-            if turn > 2:  # the first ones capture
-                ratios.append(seconds["none"] / seconds["auto"])
-                rates.append((1 / seconds["none"], 1 / seconds["auto"]))
-        total = add_up(one.stats for one in done)
-        none, auto = (median(column) for column in zip(*rates, strict=True))
-        report(
-            batch=size,
-            none_tokens_per_second=none,
-            auto_tokens_per_second=auto,
-            ratio=median(ratios),
-            tokens_per_step=total.tokens_per_step,
-            rows_per_step=total.rows_per_step,
-            host_microseconds=1e6 * total.host_seconds / total.steps,
-        )
-
-
 def cells() -> None:
     """`auto` over none for 1, 8, 32 and 64 requests at once (benchmarks/cells.py)."""
-    lm = demo(compile=True, max_batch=64)
-    lm.warmup(requests=64, sampling=True)
+    lm = warm_demo()
     sizes = ((1, False), (8, False), (8, True), (32, False), (32, True), (64, False), (64, True))
     for row in measure_cells(lm, all_texts(lm, options.data, 43, 256), sizes):
         report(**row)
+    lm.engine.scheduler.max_batch = MOST
 
 
 def budgets() -> None:
@@ -363,12 +344,8 @@ def budgets() -> None:
             command = [
                 sys.executable,
                 __file__,
-                "--data",
-                str(options.data),
-                "--only",
-                "budgets_here",
-                "--out",
-                str(out),
+                *("--data", str(options.data), "--each", str(options.each)),
+                *("--only", "budgets_here", "--out", str(out)),
             ]
             subprocess.run(command, env=os.environ | caches, check=True)
             for row in json.loads(out.read_text())["budgets_here"]:
@@ -379,7 +356,7 @@ def budgets_here() -> None:
     """The same in this process, methods in turn and twice; `auto` begins, with nothing known."""
     lm = demo(compile=True)
     lm.warmup()
-    texts = prompts(lm, 20, ("mt_bench", "humaneval", "gsm8k"))
+    texts = prompts(lm, options.each, SUITES)
     ways: dict[str, dict[str, Any]] = {"auto": {"strategy": "auto"}, "none": {"strategy": "none"}}
     ways |= {str(rows): {"budget": rows} for rows in (8, 16, 32, 64, 128)}
     rounds = [{name: run_all(lm, texts, 256, **how) for name, how in ways.items()} for _ in range(2)]
@@ -421,9 +398,9 @@ def exact() -> None:
     """bfloat16: outputs that differ from plain decoding alone, with drafts and in batches, greedy and sampled."""
     modes = {"greedy": {}, "temperature 0.9": {"do_sample": True, "temperature": 0.9, "top_k": 0}}
     plain: dict[str, Tokens] = {}
+    lm = warm_demo()
+    texts = prompts(lm, options.each, SUITES)
     for size in (1, 8, 32):
-        lm = demo(compile=True, max_batch=size)
-        texts = prompts(lm, 20, ("mt_bench", "humaneval", "gsm8k"))
         for name, sampling in modes.items():
             for strategy in ("none", "auto"):
                 found = at_once(lm, texts, size, strategy=strategy, **sampling)
@@ -435,8 +412,8 @@ def exact() -> None:
 
 def exact_cost() -> None:
     """Tokens per second of the default mode and with `exact=False`, alternately."""
-    lms = {"exact": demo(compile=True), "exact=False": demo(compile=True, exact=False)}
-    texts = prompts(lms["exact"], 7, ("mt_bench", "humaneval", "gsm8k"))
+    lms = {"exact": warm_demo(), "exact=False": demo(compile=True, exact=False, max_batch=MOST)}
+    texts = prompts(lms["exact"], 7, SUITES)
     rates: dict[tuple[str, str], list[float]] = {}
     for turn in range(3):
         for strategy in ("none", "auto"):
@@ -472,6 +449,19 @@ def same_as_generate() -> None:
     report(what="greedy, batches of 4", outputs=len(texts), differ=differ)
 
 
+def serve() -> None:
+    """The server: throughput and latency of 1 to 64 clients (benchmarks/serve_gpu.py)."""
+    from serve_gpu import measure as measure_server, server_options
+
+    lm = warm_demo()
+    lm.driver.works_when_idle = True
+    try:
+        for row in asyncio.run(measure_server(lm, server_options(["--data", str(options.data), "--repeats", "2"]))):
+            report(**row)
+    finally:
+        lm.driver.works_when_idle = False
+
+
 def machine() -> None:
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__, transformers=transformers.__version__)
 
@@ -491,12 +481,12 @@ SECTIONS = {
     "steps": steps,
     "speed": speed,
     "sampled": sampled,
-    "batches": batches,
     "cells": cells,
     "budgets": budgets,
     "exact": exact,
     "exact_cost": exact_cost,
     "alone": alone_and_in_a_batch,
+    "serve": serve,
     "start": start,
     "budgets_here": budgets_here,  # called by `budgets`
 }
@@ -508,6 +498,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--only", default=",".join(list(SECTIONS)[1:-1]))
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--each", type=int, default=20, help="prompts of each suite in budgets and exact")
     options = parser.parse_args()
     if options.out.exists():  # other sections are kept
         results.update(json.loads(options.out.read_text()))

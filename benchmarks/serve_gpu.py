@@ -78,7 +78,9 @@ def make_app(service: Service) -> Any:
 
 
 async def measure(lm: lookfar.LM, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all cells on one service."""
+    """Run all cells on one service, and leave the model as it was."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
     service = Service(lm, ServerConfig(max_queue=4096, prefix_bytes=given.prefix_mib << 20))
     await service.start()
     app = make_app(service) if given.through == "app" else None
@@ -111,6 +113,7 @@ async def measure(lm: lookfar.LM, given: argparse.Namespace) -> list[dict[str, A
         rows[-1] |= {"answers": len(messages), "cells": [_without_texts(r) for cell in found.values() for r in cell]}
         print(json.dumps({name: value for name, value in rows[-1].items() if name != "cells"}), flush=True)
     await service.close()
+    sys.setswitchinterval(interval)
     return rows
 
 
@@ -126,7 +129,7 @@ def has_http() -> bool:
     return True
 
 
-def main() -> None:
+def server_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a directory of prompts in jsonl files")
     parser.add_argument("--clients", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64])
@@ -139,8 +142,11 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--prefix-mib", type=int, default=1024)
     parser.add_argument("--through", choices=["app", "service"], default="app" if has_http() else "service")
-    given = parser.parse_args()
-    sys.setswitchinterval(SWITCH_SECONDS)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    given = server_options()
     most = max(given.clients)
     lm = lookfar.load("demo", device=given.device, dtype=given.dtype, max_batch=most, compile=given.compile)
     lm.warmup(requests=most)
