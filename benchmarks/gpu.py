@@ -428,7 +428,7 @@ def exact_cost() -> None:
 
 def same_as_generate() -> None:
     """float32: outputs that differ from those of `model.generate`, greedy and sampled."""
-    lm, new = demo(dtype="float32", max_batch=4), 40
+    lm, new = demo(dtype="float32", max_batch=4), 24
     texts = prompts(lm, 4)
     for name, arguments in {
         "greedy": {},
