@@ -118,8 +118,8 @@ class LM:
 
     def forget(self) -> None:
         """Start with an empty draft state; the contents of the store are dropped too. It is shared as it was before."""
-        old, self.draft_state = self.store, self.new_draft_state(self.draft_state.sources.vocab_size)
-        old.hand_over(self.store)
+        state = self.new_draft_state(self.draft_state.sources.vocab_size)
+        self.draft_state = state.in_place_of(self.draft_state)
 
     def new_draft_state(self, vocab_size: int) -> DraftState:
         """Return the draft state that a new LM starts with."""

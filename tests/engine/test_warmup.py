@@ -90,6 +90,15 @@ def test_after_a_warm_up_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) ->
         assert [one.token_ids for one in done] == [reference(model, prompt, NEW) for prompt in prompts]
 
 
+@pytest.mark.parametrize("strategy", ["auto", "suffix", "none"])
+def test_the_first_request_finds_the_tables_that_it_needs(strategy: str) -> None:
+    lm = LM(tiny_model("llama", torch.float32), strategy=strategy)
+    lm.warmup()
+    assert lm.draft_state.sources.has_table == (strategy == "auto")
+    lm.forget()
+    assert lm.draft_state.sources.has_table == (strategy == "auto")
+
+
 def test_a_changed_model_is_warmed_up_again() -> None:
     model = tiny_model("llama", torch.float32)
     lm = flat_lm(model)

@@ -89,3 +89,16 @@ def test_a_file_that_does_not_fit_is_ignored(tmp_path: Path, damage: str) -> Non
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     some_prior(3).write(tmp_path / "file" / "prior")  # computed again next time
+
+
+def test_sources_that_take_the_place_of_others_are_as_ready() -> None:
+    old, new = DraftSources(VOCAB), DraftSources(VOCAB)
+    new.follow(old)
+    assert not new.has_table
+    old.use_prior(some_prior(10))
+    old.prepare()
+    learn(old.recycle_table, 3)
+    new.follow(old)
+    assert new.has_table
+    assert new.recycle_table is not old.recycle_table
+    assert new.recycle_table.arrays.token_ids[:11, 0].tolist() == [*range(1, 11), -1]  # of the prior; nothing learned

@@ -142,6 +142,12 @@ class Engine:
             self._priors = PriorBuilder(self.runner, self.prior_context)
         return self._priors
 
+    def prepare_sources(self) -> None:
+        """Make the recycle table, with the prior as far as it is known, before a request needs it."""
+        if self.priors is not None:
+            self.draft_state.sources.use_prior(self.priors.prior)
+        self.draft_state.sources.prepare()
+
     def extend_prior(self) -> bool:
         """Compute a part of the prior, if nothing is running; returns whether there is more to compute now.
 

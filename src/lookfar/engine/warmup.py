@@ -8,6 +8,7 @@ from functools import partial
 from time import perf_counter
 
 from lookfar.core.progress import progress_bar
+from lookfar.drafters.recycle import Recycle
 from lookfar.engine.costs import MEASURED_LENGTH, MEASURING
 from lookfar.engine.driver import Driver
 from lookfar.engine.engine import Engine, EngineConfig
@@ -60,6 +61,8 @@ def warm_up(
                 advance(1)
     if prior:
         extend_prior(driver)
+    if any(isinstance(strategy, Recycle) for example in examples for strategy in example.strategies):
+        driver.call(engine.prepare_sources)
 
 
 def example_prompt(engine: Engine) -> list[int]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TOKENS = 4 << 20  # 28 bytes each with the hash chains; beyond that the older half is dropped
+ROOM = 1 << 16  # tokens that there is room for at first
 MAX_NODES = 2 << 20  # 40 bytes each with the hash table; beyond that counts are halved
 BRANCH_LENGTH = 13  # a token and what followed it, as deep as the trie goes
 CHAINED_LENGTHS = (8, 4, 2)
@@ -69,7 +70,7 @@ class DraftStore:
     ) -> None:
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
-        self.index = SuffixIndex(max_tokens, CHAINED_LENGTHS)
+        self.index = SuffixIndex(max_tokens, CHAINED_LENGTHS, ROOM)
         self.trie = CountedTrie(BRANCH_LENGTH, max_nodes)
         self.provenance = Provenance()
         self.sharing: StoreSharing | None = None

@@ -40,13 +40,16 @@ class Matches(NamedTuple):
 
 
 class SuffixIndex:
-    """Texts one behind the other, at most `capacity` tokens. `lengths` are the chained n, longest first."""
+    """Texts one behind the other, at most `capacity` tokens. `lengths` are the chained n, longest first.
 
-    def __init__(self, capacity: int, lengths: tuple[int, ...]) -> None:
+    There is `room` for so many tokens at first. When more comes, everything is indexed again.
+    """
+
+    def __init__(self, capacity: int, lengths: tuple[int, ...], room: int = 1 << 12) -> None:
         self.capacity = capacity
         self.lengths = np.array(lengths, dtype=np.int32)
         self.state: Ints = np.zeros(6, np.int64)  # for compiled code
-        self._allocate(min(capacity, 1 << 12), np.zeros(0, np.int32))
+        self._allocate(min(capacity, room), np.zeros(0, np.int32))
 
     def _allocate(self, room: int, tokens: Int32s) -> None:
         """Make arrays for `room` tokens and index `tokens` in them."""

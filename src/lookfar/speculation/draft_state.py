@@ -29,6 +29,12 @@ class DraftState:
     def store(self) -> DraftStore:
         return self.sources.store
 
+    def in_place_of(self, other: DraftState) -> DraftState:
+        """Take the place of another state: as ready as it is, and shared as it is, without what it has learned."""
+        self.sources.follow(other.sources)
+        other.store.hand_over(self.store)
+        return self
+
     def fit(self, vocab_size: int) -> None:
         """Follow a change of the vocabulary."""
         if vocab_size != self.sources.vocab_size:
