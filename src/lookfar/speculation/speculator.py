@@ -105,10 +105,10 @@ class Speculator:
         requests, facts = batch.requests, self._facts_of(batch.requests)
         rows: list[RequestPlan] | None = None  # if all requests feed nothing but their last tokens
         lengths, num_prefilling = [1] * len(requests), 0
+        teaches = step.speculates or (step.prefills and len(requests) == 1)  # one request may speculate soon
         if step.prefills or max(batch.chunks) > 1:  # outside of prefills, a chunk is all that is pending
             # Captured steps compute the logits of all rows. Elsewhere those of prompt rows take time from every request
             sharing = 1 if limits.captured else len(requests)
-            teaches = step.speculates or sharing == 1
             chunks = zip(requests, batch.chunks, strict=True)
             rows = [plan_pending(request, chunk, sharing if teaches else 0) for request, chunk in chunks]
             lengths, num_prefilling = list(map(len, rows)), sum(not one.complete for one in rows)
@@ -117,7 +117,7 @@ class Speculator:
             places = [place for place in facts.drafting if rows is None or rows[place].complete]
             fed = StepRows(lengths, limits, num_prefilling, batch.others_wait)
             step.drafts = self._draft(requests, places, fed, self._prices(step))
-        wanted = (step.speculates or step.prefills) and facts.wants_predictions
+        wanted = teaches and facts.wants_predictions
         top_k = (SAMPLED_TOP_K if facts.samples else TOP_K) if wanted else 0
         step.plan = make_plan(requests, facts, rows, step.drafts, top_k)
         step.plan.prefills = facts.has_prompts()
