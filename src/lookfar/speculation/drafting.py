@@ -78,13 +78,13 @@ class DraftedGroup:
         """Make trees of the best candidates for a step of `batch` requests."""
         self.trees = self.candidates.trees(count, (*self.acceptance.sources, RECYCLED), batch)
 
-    def count(self, walks: Seq[Walk | None]) -> None:
-        """Count the draft tokens of every request by source."""
+    def count(self, walks: Seq[Walk | None], finished: bool) -> None:
+        """Count the draft tokens by source, of the requests that have ended or of the others."""
         proposed = self.trees.count_sources()
         sources = self.trees.columns[3].tolist()
         for member in self.members:
             walk = walks[member.place]
-            if walk is not None:
+            if walk is not None and member.request.is_finished == finished:
                 first = self.trees.starts[member.place]
                 accepted = [sources[first + node] for node in walk.nodes]
                 member.request.count_drafts(self.trees.names, proposed[member.place], accepted)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from lookfar.drafters.base import BatchDrafter, DraftContext, Drafter, Strategy, wants_hidden
 from lookfar.sampling.sampler import Sampler
+from lookfar.speculation.acceptance import AcceptanceModel
 from lookfar.speculation.draft_state import DraftState
 from lookfar.speculation.row_budget import Budget, max_draft_rows
 
@@ -32,9 +33,16 @@ class RequestSpeculation:
         self.budget = budget
         self.max_rows = max_draft_rows(strategies, budget)
         self.state = state
+        self._acceptance: dict[bool, AcceptanceModel] = {}  # with a recycle table or not
         self.uses_window = any(strategy.uses_window for strategy in strategies)
         self.wants_predictions = any(drafter.wants_predictions for drafter in self.drafters)
         self.hidden_drafters = [drafter for _, drafter, _ in self.other_drafters if wants_hidden(drafter)]
+
+    def acceptance(self, recycles: bool, samples: bool) -> AcceptanceModel:
+        """Return the model that judges drafts for the request, which samples or not."""
+        if recycles not in self._acceptance:
+            self._acceptance[recycles] = self.state.acceptance(self.source_names, recycles, samples)
+        return self._acceptance[recycles]
 
 
 class SpeculatedRequest(Protocol):

@@ -63,11 +63,12 @@ class StepOutcomes:
 
         `ended` says whether a request of the step has ended.
         """
-        if not ended and not drafting.alone and drafting.is_of(self.requests, places):
+        by_class: dict[type[BatchDrafter], list[int]] = {}
+        known = not drafting.alone and drafting.is_of(self.requests, places)
+        if known:
             for batch, shown in drafting.observers:
                 batch.observe(self.of_batch(shown))
-            return
-        by_class: dict[type[BatchDrafter], list[int]] = {}
+            places = [place for place in places if self.requests[place].is_finished] if ended else []
         for place in places:
             request = self.requests[place]
             if request.speculation.other_drafters:
@@ -77,7 +78,7 @@ class StepOutcomes:
                     request.fail(error)
                     continue
             for kind in request.speculation.batch_drafters:
-                if kind.wants_steps or request.is_finished:
+                if not known if kind.wants_steps else request.is_finished:
                     by_class.setdefault(kind, []).append(place)
         for kind, shown in by_class.items():
             drafting.drafters_of(kind, self.requests, shown).observe(self.of_batch(shown))

@@ -39,9 +39,8 @@ class Member:
     @property
     def acceptance(self) -> AcceptanceModel:
         """The model that judges what is proposed."""
-        speculation = self.request.speculation
         samples = self.request.sampler.random is not None
-        return speculation.state.acceptance(speculation.source_names, self.table is not NO_RECYCLING, samples)
+        return self.request.speculation.acceptance(self.table is not NO_RECYCLING, samples)
 
 
 class DraftingBatch:

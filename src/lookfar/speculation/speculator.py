@@ -187,8 +187,8 @@ class Speculator:
             outcomes.show(places, self._drafting, ended)
             outcomes.show_hidden(unseen)
         self._unlearned.append(step)
-        if ended:
-            self.learn()  # its counts are read next
+        for group in step.drafts.groups if ended and step.drafts is not None else ():
+            group.count(walks, finished=True)  # the engine reads these counts next
 
     def learn(self) -> None:
         """Do the learning that the next plan does not need: called while the device works."""
@@ -210,7 +210,7 @@ class Speculator:
         assert step.plan is not None
         assert step.result is not None
         for group in step.drafts.groups if step.drafts is not None else ():
-            group.count(step.walks)
+            group.count(step.walks, finished=False)
             group.learn(step.walks)
             for member in group.members:
                 speculation, walk = member.request.speculation, step.walks[member.place]
