@@ -45,7 +45,9 @@ def machines() -> list[Machine]:
     of_8b = [
         (s["rows"], s["ms"])
         for s in steps
-        if s["mode"] == "cuda graphs compiled" and s["context"] == 512 and "rows" in s
+        if s["mode"].startswith("cuda graphs compiled")
+        and (s["context"], s.get("requests", 1)) == (512, 1)
+        and "rows" in s
     ]
     cpu = sorted((int(rows), 1000 * seconds) for rows, seconds in costs.items())
     return [

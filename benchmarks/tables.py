@@ -93,16 +93,48 @@ def gpu_products() -> str:
     return of_columns(columns, read("gpu")["products"])
 
 
-def gpu_batches() -> str:
-    columns = {
-        "requests": "{batch}",
-        "no speculation, tokens/s": "{none_tokens_per_second:,.0f}",
-        "`auto`, tokens/s": "{auto_tokens_per_second:,.0f}",
-        "`auto` ÷ no speculation": "{ratio:.2f}",
-        "tokens/step of a request": "{tokens_per_step:.2f}",
-        "its rows/step": "{rows_per_step:.1f}",
-    }
-    return of_columns(columns, read("gpu")["batches"])
+def gpu_cells() -> str:
+    rows = read("gpu")["cells"]
+    texts = list(dict.fromkeys(row["texts"] for row in rows))
+
+    def line(size: int, queued: bool) -> list[str]:
+        mine = {row["texts"]: row for row in rows if (row["requests"], row["queued"]) == (size, queued)}
+        first = mine[texts[0]]
+        speeds = f"{first['none']:,.0f} → {first['auto']:,.0f}"
+        ratios = [f"{mine[name]['ratio']:.2f} ({mine[name]['first_ratio']:.2f})" for name in texts]
+        what = "1" if size == 1 else f"{size}, {'queued' if queued else 'closed'}"
+        return [what, speeds, ratios[0], pair(first, "tokens_per_step"), f"{first['rows_per_step']:.0f}", *ratios[1:]]
+
+    headings = (
+        "requests",
+        "greedy, tokens/s: none → `auto`",
+        "÷",
+        "tokens/step, all / natural",
+        "rows/step",
+        *texts[1:],
+    )
+    return table(headings, (line(*key) for key in dict.fromkeys((row["requests"], row["queued"]) for row in rows)))
+
+
+def gpu_serve() -> str:
+    def cell(row: dict[str, Any], strategy: str, name: str) -> str:
+        values = [one[name] for one in row["cells"] if one["strategy"] == strategy]
+        return f"{1000 * sum(values) / len(values):.0f}"
+
+    names = ("first_token_p50", "first_token_p99", "gap_p50", "gap_p99")
+    return table(
+        ("clients", "tokens/s: none → `auto`", "÷", "first token, ms: p50", "p99", "gap, ms: p50", "p99", "same texts"),
+        (
+            (
+                str(row["clients"]),
+                f"{row['none']:,.0f} → {row['auto']:,.0f}",
+                f"{row['times']:.2f}",
+                *(f"{cell(row, 'none', name)} → {cell(row, 'auto', name)}" for name in names),
+                f"{row['same_texts']}/{row['answers']}",
+            )
+            for row in read("gpu")["serve"]
+        ),
+    )
 
 
 def gpu_sampled() -> str:
@@ -134,7 +166,7 @@ def gpu_attention() -> str:
 def gpu_exactness() -> str:
     results = read("gpu")
     rows = [{**row, "what": f"float32, lookfar / `generate`: {row['what']}"} for row in results["float32"]]
-    halves = [row for name in ("speed", "exact", "alone") for row in results.get(name, []) if "differ" in row]
+    halves = [row for name in ("exact", "alone") for row in results.get(name, []) if "differ" in row]
     rows += [{**row, "what": f"bfloat16, {row['what']}"} for row in halves]
 
     def margins(row: dict[str, Any]) -> str:
@@ -360,7 +392,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-speed": gpu_speed,
     "gpu-steps": gpu_steps,
     "gpu-products": gpu_products,
-    "gpu-batches": gpu_batches,
+    "gpu-cells": gpu_cells,
+    "gpu-serve": gpu_serve,
     "gpu-sampled": gpu_sampled,
     "gpu-attention": gpu_attention,
     "gpu-exactness": gpu_exactness,
