@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -66,3 +68,17 @@ def test_the_coming_noise_is_copied_from_a_gpu() -> None:
         for place in range(head, head + 2 * noise.look_ahead):
             own = noise.upcoming[1, place % noise.upcoming.shape[1]]
             assert (own == noise.at(place, 1, 3000).cpu().numpy()).all()
+
+
+def test_what_cannot_be_captured_is_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, int, int]] = []
+
+    def fail(device: torch.device, shape: tuple[int, int, int]) -> None:
+        tried.append(shape)
+        raise RuntimeError("capture failed")
+
+    monkeypatch.setattr(noise_draws, "DrawingGraph", fail)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(stream_id=-1))
+    for _ in range(3):
+        assert noise_draws._graph_for(torch.device("cpu"), (2, 1, 7)) is None
+    assert tried == [(2, 1, 7)]

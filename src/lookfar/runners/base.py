@@ -29,9 +29,7 @@ class StepResult:
     seconds: float = 0.0  # from the launch to the arrival of the results
     launch_seconds: float = 0.0  # of those: time of the host before the device could start
     hidden: Callable[[int, Ints], torch.Tensor] | None = None  # (request, its rows) → [rows, hidden], where wanted
-    is_warm: bool = (
-        True  # False: something was, or is to be, captured, or a larger step stood in: later ones are faster
-    )
+    is_warm: bool = True  # False: later steps like it will be faster (captures, a larger step that stood in)
 
 
 class StepShape(NamedTuple):

@@ -66,9 +66,11 @@ class DrawingGraph:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             self._graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device
-            for part in self._noise:
-                part.exponential_(1, generator=self._generator)
-            self._graph.capture_end()
+            try:
+                for part in self._noise:
+                    part.exponential_(1, generator=self._generator)
+            finally:
+                self._graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(side)
 
     def draw(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,6 +82,7 @@ class DrawingGraph:
 
 
 _graphs: OrderedDict[Key, DrawingGraph | None] = OrderedDict()  # None: drawn once, captured if it is drawn again
+_refused: set[Key] = set()  # what could not be captured
 _known = fork_safe_lock()
 
 
@@ -91,8 +94,11 @@ def _graph_for(device: torch.device, shape: tuple[int, int, int]) -> DrawingGrap
             _graphs[key] = None
             if len(_graphs) > MAX_GRAPHS:
                 _graphs.popitem(last=False)
-        elif _graphs[key] is None:
-            _graphs[key] = DrawingGraph(device, shape)
+        elif _graphs[key] is None and key not in _refused:
+            try:
+                _graphs[key] = DrawingGraph(device, shape)
+            except RuntimeError:
+                _refused.add(key)
         _graphs.move_to_end(key)
         return _graphs[key]
 
