@@ -39,22 +39,24 @@ class RecycleTable:
     A new pair or triple replaces a colliding one.
     """
 
-    def __init__(self, vocab_size: int, pairs: int) -> None:
+    def __init__(self, vocab_size: int, pairs: int, lasting: bool = False) -> None:
         k = min(SAMPLED_TOP_K, vocab_size)
-        # All memory is written here: the system would hand out pages of zeros one by one while requests wait.
         self.arrays = RecycleArrays(
             np.full((vocab_size, k), -1, np.int32),
-            np.full((vocab_size, k), 0.0, np.float32),
+            np.zeros((vocab_size, k), np.float32),
             np.full(pairs, -1, np.int64),
             np.full((pairs, k), -1, np.int32),
-            np.full((pairs, k), 0.0, np.float32),
+            np.zeros((pairs, k), np.float32),
             np.full(pairs, -1, np.int64),
             np.full((pairs, k), -1, np.int32),
-            np.full((pairs, k), 0.0, np.float32),
-            np.full(vocab_size + 2 * pairs, 0, np.int32),
-            np.full(vocab_size, 0, np.int32),
+            np.zeros((pairs, k), np.float32),
+            np.zeros(vocab_size + 2 * pairs, np.int32),
+            np.zeros(vocab_size, np.int32),
             np.ones(2, np.int32),
         )
+        if lasting:  # written now: the system hands out pages of zeros one by one, while requests wait
+            for array in self.arrays:
+                array *= 1
 
     @property
     def nbytes(self) -> int:

@@ -28,7 +28,7 @@ class DraftSources:
     def recycle_table(self) -> RecycleTable:
         """Created on first use, because it takes memory for every token of the vocabulary."""
         if self._recycle_table is None:
-            self._recycle_table = self._new_table(PAIRS)
+            self._recycle_table = self._new_table(PAIRS, lasting=True)
         return self._recycle_table
 
     @property
@@ -51,8 +51,8 @@ class DraftSources:
         """Return a recycle table for one request that leaves nothing behind."""
         return self._new_table(PRIVATE_PAIRS)
 
-    def _new_table(self, pairs: int) -> RecycleTable:
-        table = RecycleTable(self.vocab_size, pairs)
+    def _new_table(self, pairs: int, lasting: bool = False) -> RecycleTable:
+        table = RecycleTable(self.vocab_size, pairs, lasting)
         if self._prior is not None:
             self._prior.fill(table)
         return table
