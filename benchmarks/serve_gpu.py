@@ -78,7 +78,7 @@ def make_app(service: Service) -> Any:
 
 
 async def measure(lm: lookfar.LM, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all cells on one service, and leave the model as it was."""
+    """Run all cells on one service."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     service = Service(lm, ServerConfig(max_queue=4096, prefix_bytes=given.prefix_mib << 20))

@@ -343,10 +343,10 @@ def readme() -> str:
     return table(("tokens per second", *ways, "tokens per step (natural)", "same text"), map(row, suites))
 
 
-def gpu_cell(key: str, form: str = ",.0f") -> str:
-    """Return a figure of one greedy request on a GPU, in the default mode."""
+def gpu_cell(key: str, form: str = ",.0f", texts: str = "greedy") -> str:
+    """Return a figure of one request on a GPU, in the default mode."""
     cells = read("gpu")["cells"]
-    return number(next(cell for cell in cells if (cell["requests"], cell["texts"]) == (1, "greedy"))[key], form)
+    return number(next(cell for cell in cells if (cell["requests"], cell["texts"]) == (1, texts))[key], form)
 
 
 def of_picture(way: str) -> str:
@@ -384,6 +384,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "gpu-none": lambda: gpu_cell("none"),
     "gpu-auto": lambda: gpu_cell("auto"),
     "gpu-ratio": lambda: gpu_cell("ratio", ".2f"),
+    "gpu-sampled-ratio": lambda: gpu_cell("ratio", ".2f", "temperature 0.7"),
 }
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,

@@ -82,3 +82,30 @@ def test_what_cannot_be_captured_is_drawn_one_by_one(monkeypatch: pytest.MonkeyP
     for _ in range(3):
         assert noise_draws._graph_for(torch.device("cpu"), (2, 1, 7)) is None
     assert tried == [(2, 1, 7)]
+
+
+@pytest.mark.parametrize("kept", [1 << 20, 5 * 2 * 40 * 4])  # bytes: everything, or five positions
+def test_noise_that_is_drawn_ahead(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: every position has its own numbers, is copied to its place, and is drawn once if there is room."""
+    monkeypatch.setattr(NoiseDraws, "positions", lambda *_: 3)
+    monkeypatch.setattr("lookfar.sampling.noise.KEPT_BYTES", kept)
+    drawn: list[int] = []
+    draw = NoiseDraws.draw
+    monkeypatch.setattr(
+        NoiseDraws, "draw", lambda self, state, shape: drawn.append(shape[0]) or draw(self, state, shape)
+    )
+    torch.manual_seed(11)
+    expected = [torch.empty(2, 40).exponential_() for _ in range(25)]
+    after = torch.get_rng_state()
+    torch.manual_seed(11)
+    noise = SamplingNoise(2, torch.device("cpu"))
+    for place in (0, 4, 1, 9, 5):
+        assert torch.equal(noise.at(place, 1, 40), expected[place][1])
+    for head in (0, 3, 4, 11):
+        noise.advance(1, head)
+        noise.fetch(1)
+        for place in range(head, head + noise.look_ahead):
+            assert (noise.upcoming[1, place % noise.upcoming.shape[1]] == expected[place][1].numpy()).all()
+    noise.finish(25)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert kept < 1 << 20 or drawn == [3] * 9

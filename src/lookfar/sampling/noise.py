@@ -97,8 +97,8 @@ class SamplingNoise:
         """Leave the generator where `generate` leaves it after so many steps; by default those that were taken."""
         self.start()
         steps = self._used if steps is None else steps
-        for position in range(len(self._states) - 1, steps):
-            self._draw(position)
+        while len(self._states) <= steps:
+            self._draw(len(self._states) - 1)
         with _borrowing:
             if _borrowed.get(id(self.source)) is self:
                 if torch.equal(self.source.get_state(), self._states[0]):  # otherwise it was seeded or used meanwhile
@@ -127,8 +127,7 @@ class SamplingNoise:
         places, rows, positions = requests
         end = int((positions + deepest[places]).max()) + 1
         self.width, self._used = width, max(self._used, end)
-        if end > len(self._addresses):
-            self._addresses = np.append(self._addresses, np.zeros(end, np.int64))
+        self._reach(end)
         for row in rows.tolist():
             self._begun[row] = True
         while not self._is_crowded:
@@ -221,9 +220,13 @@ class SamplingNoise:
 
     def _keep(self, position: int, kept: KeptNoise) -> None:
         self._kept[position] = kept
-        if position >= len(self._addresses):
-            self._addresses = np.append(self._addresses, np.zeros(position + 1, np.int64))
+        self._reach(position + 1)
         self._addresses[position] = kept.address if isinstance(kept.places, range) else 0
+
+    def _reach(self, end: int) -> None:
+        """Have room for the addresses of all positions before `end`: compiled code does not check it."""
+        if end > len(self._addresses):
+            self._addresses = np.append(self._addresses, np.zeros(end, np.int64))
 
     def _drop(self, position: int) -> KeptNoise:
         self._addresses[position] = 0

@@ -31,7 +31,7 @@ class NoiseDraws:
         """Return how many positions to draw at once."""
         if self._device.type != "cuda":
             return 1  # a draw takes as long as its numbers do
-        return max(1, min(AHEAD, AHEAD_BYTES // (4 * batch * width)))
+        return max(1, min(AHEAD, AHEAD_BYTES // max(4 * batch * width, 1)))
 
     def seed(self, seed: int) -> torch.Tensor:
         """Return the state of a generator after seeding."""

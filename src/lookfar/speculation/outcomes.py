@@ -78,7 +78,8 @@ class StepOutcomes:
                     request.fail(error)
                     continue
             for kind in request.speculation.batch_drafters:
-                if not known if kind.wants_steps else request.is_finished:
+                left = not known if kind.wants_steps else request.is_finished
+                if left:
                     by_class.setdefault(kind, []).append(place)
         for kind, shown in by_class.items():
             drafting.drafters_of(kind, self.requests, shown).observe(self.of_batch(shown))
