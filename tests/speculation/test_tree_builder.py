@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from lookfar.core.host_team import HostTeam
 from lookfar.retrieval.recycle_table import NO_RECYCLING, RecycleTable
 from lookfar.speculation.acceptance import AcceptanceModel
 from lookfar.speculation.candidates import (
+    COUNT,
     DEPTH,
+    FIRST,
     NUM_SOURCES,
     OWNER,
     PARENT,
@@ -211,3 +214,36 @@ def test_off_path_predictions_become_candidates_at_their_depth() -> None:
     assert {path for path in paths(found, 0) if len(path) == 1} == {(7,), (8,)}
     assert {path for path in paths(found, 0) if len(path) == 2} == {(7, 9), (8, 9)}
     assert not paths(found, 1)
+
+
+def test_the_trees_do_not_depend_on_the_threads_that_build_them() -> None:
+    teams = HostTeam(0), HostTeam(3)
+    rng = np.random.default_rng(0)
+    table = RecycleTable(60, 256)
+    for _ in range(12):
+        before, tokens = rng.integers(0, 60, (2, 32)).astype(np.int32)
+        top = np.argsort(rng.random((32, 60)), 1)[:, :8].astype(np.int32)
+        table.learn(before, tokens, top, -np.sort(-rng.normal(3, 2, (32, 8)), 1).astype(np.float32))
+    for size, most, least in ((2, 30, (0.0,)), (7, 64, (0.01, 0.01, 0.05)), (23, 100, (0.002,)), (23, 400, (0.0,))):
+        texts = rng.integers(0, 60, (size, 3, 6)).tolist()
+        inputs = inputs_of([[(path, int(rng.integers(1, 12)), 0) for path in of_one] for of_one in texts], table=table)
+        inputs.roots.about[:, :2] = rng.integers(0, 60, (size, 2))
+        inputs.roots = inputs.roots._replace(urgency=rng.uniform(0.1, 4, size).astype(np.float32))
+        bounds = BuildLimits(most, np.full(size, 24, np.int32), np.array(least, np.float32), 60)
+        alone = described(build_candidates(inputs, bounds), size)
+        for team in teams:
+            for parts in {2, min(size, 4)}:
+                assert described(build_candidates(inputs, bounds, (team.address, parts)), size) == alone
+    for team in teams:
+        team.close()
+
+
+def described(found: Candidates, size: int) -> list[object]:
+    """What can be seen of candidates: the chosen ones, and all children of the expanded nodes with their features."""
+    chosen = list(zip(found.owners.tolist(), found.chosen_scores.tolist(), found.urgency.tolist(), strict=True))
+    children: list[object] = [paths(found, owner) for owner in range(size)]
+    for node in [*range(size), *found.chosen.tolist()]:
+        first, count = int(found.nodes[node, FIRST]), int(found.nodes[node, COUNT])
+        own = slice(first, first + count) if first >= 0 else slice(0)
+        children.append((found.nodes[own, TOKEN].tolist(), found.features[own].tolist(), found.scores[own].tolist()))
+    return [chosen, children]

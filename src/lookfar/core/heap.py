@@ -1,8 +1,13 @@
-"""A binary max-heap of node indices, ordered by score, in a flat array."""
+"""A binary max-heap of node indices in a flat array: the highest score first, and of equal ones the lowest index."""
 
 from __future__ import annotations
 
 from lookfar.core.jit import jit
+
+
+@jit
+def precedes(scores, node, other):  # type: ignore[no-untyped-def]
+    return scores[node] > scores[other] or (scores[node] == scores[other] and node < other)
 
 
 @jit
@@ -11,7 +16,7 @@ def push(heap, size, scores, node):  # type: ignore[no-untyped-def]
     place = size
     while place > 0:
         above = (place - 1) // 2
-        if scores[heap[above]] >= scores[node]:
+        if precedes(scores, heap[above], node):
             break
         heap[place] = heap[above]
         place = above
@@ -27,9 +32,9 @@ def pop(heap, size, scores):  # type: ignore[no-untyped-def]
     place = 0
     while 2 * place + 1 < size:
         below = 2 * place + 1
-        if below + 1 < size and scores[heap[below + 1]] > scores[heap[below]]:
+        if below + 1 < size and precedes(scores, heap[below + 1], heap[below]):
             below += 1
-        if scores[heap[below]] <= scores[last]:
+        if precedes(scores, last, heap[below]):
             break
         heap[place] = heap[below]
         place = below

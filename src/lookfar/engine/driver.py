@@ -19,6 +19,7 @@ from weakref import WeakSet, finalize, ref
 
 import torch
 
+from lookfar.core.host_team import sharing_work
 from lookfar.core.locks import fork_safe_lock
 from lookfar.engine.engine import Engine
 from lookfar.engine.outputs import RequestResult, StepOutput
@@ -335,8 +336,9 @@ def _drive(driver_of: ref[Driver], inbox: SimpleQueue[Message | None], before: T
             return
         if driver.engine.runner.model.device.type == "cuda":
             torch.cuda.set_device(driver.engine.runner.model.device)
-        if not driver.run(message, inbox):
-            return
+        with sharing_work(driver.engine.runner.limits.captured):  # on a CPU, the next step needs the cores
+            if not driver.run(message, inbox):
+                return
         patience = IDLE_SECONDS if driver.works_when_idle else None
         del driver, message
 

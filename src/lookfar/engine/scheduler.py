@@ -16,6 +16,7 @@ from lookfar.engine.verify import Walk
 from lookfar.errors import CapacityError
 from lookfar.kvcache.base import KVCache, kv_of
 from lookfar.runners.base import StepResult
+from lookfar.speculation.interface import Walks
 
 
 class Scheduler:
@@ -34,6 +35,8 @@ class Scheduler:
         self.running: dict[int, RequestState] = {}  # by handle in the KV cache
         self.paused: dict[int, RequestState] = {}  # by handle of the request
         self._ended: list[StepOutput] = []  # of requests that ended outside of a step
+        self._decoding: list[RequestState] = []  # all that run, if each of them has but its last token to feed
+        self._room = 0  # tokens by which a text may grow at the least before the KV cache is too small
 
     @property
     def has_work(self) -> bool:
@@ -89,10 +92,12 @@ class Scheduler:
         started = perf_counter()
         self._admit()
         self._grow_cache()
+        others_wait = bool(self.waiting or self.paused)
+        if self._decoding:
+            return StepBatch(self._decoding, [1] * len(self._decoding), started, others_wait, decodes=True)
         if first := self._first_pass():
             chunks = [len(state.request.prompt) - state.source_length for state in first]
             return StepBatch(first, chunks, started, is_first_pass=True)
-        others_wait = bool(self.waiting or self.paused)
         if not self.running:
             return StepBatch([], [], started, others_wait)
         order = [self.running[handle] for handle in self.cache.order]
@@ -109,15 +114,13 @@ class Scheduler:
         return [state for state in waiting if _call_of(state) is _call_of(waiting[0])]
 
     def _admit(self) -> None:
-        if not (self.waiting or self.retrying):
+        if not (self.waiting or self.retrying) or (len(self.running) >= self.max_batch and not self.retrying):
             return
         if self.retrying or any(state.retried for state in self.running.values()):
             if not self.running:
                 self._make_room(self.retrying)
                 if self.retrying:
                     self._start(self.retrying.popleft())
-            return
-        if len(self.running) >= self.max_batch:
             return
         self._make_room(self.waiting)
         for state in list(self.waiting):
@@ -148,7 +151,10 @@ class Scheduler:
 
     def _grow_cache(self) -> None:
         """Make room for answers that have outgrown the KV cache; one that cannot grow ends with the error."""
+        if self._decoding and self._room >= 0:
+            return
         capacity, running = self.cache.capacity, self.running.values()
+        self._room = min((capacity - state.num_positions for state in running), default=0)
         for state in [state for state in running if state.num_positions > capacity]:
             try:
                 self.cache.reserve(len(self.running), state.reserved_positions, most=self.max_batch, keep=True)
@@ -159,6 +165,7 @@ class Scheduler:
 
     def _start(self, state: RequestState) -> None:
         """Give a request its place in the KV cache, with what is cached already."""
+        self._decoding = []
         state.start()
         request = state.request
         try:
@@ -222,9 +229,7 @@ class Scheduler:
             chunk -= chunk + 1 == pending[0]
         return group, [chunk] * len(group)
 
-    def commit(
-        self, batch: StepBatch, plan: StepPlan, walks: list[Walk | None], result: StepResult
-    ) -> list[StepOutput]:
+    def commit(self, batch: StepBatch, plan: StepPlan, walks: Walks[Walk], result: StepResult) -> list[StepOutput]:
         """Keep the KV of accepted tokens, free the requests that ended, and return the outputs of the step."""
         for state, walk, pending, length in zip(batch.requests, walks, plan.num_pending, plan.lengths, strict=True):
             if state.error is not None:
@@ -241,6 +246,9 @@ class Scheduler:
             state.replays = True
             if stats.steps == 1:  # requests that come meanwhile begin like it, perhaps
                 self.reuse.keep(state)
+        self._room -= plan.width
+        if not self._decoding and self.cache.keeps_accepted and len(batch) == len(self.running):
+            self._decoding = batch.requests if all(state.num_pending == 1 for state in batch.requests) else []
         for state in reversed([state for state in batch.requests if state.is_finished]):
             self._export(state)
             self._release(state)
@@ -314,6 +322,7 @@ class Scheduler:
         running = [self.running[handle] for handle in self.cache.order if handle in self.running]
         self.cache.abandon()
         self.running.clear()
+        self._decoding = []
         for state in running:
             state.kv, state.num_cached, state.replays = -1, 0, False
         return running
@@ -325,6 +334,7 @@ class Scheduler:
 
     def _release(self, state: RequestState) -> None:
         """Free the KV of a request; later requests may start from it if its tokens are known."""
+        self._decoding = []
         self.reuse.free(state)
         del self.running[state.kv]
         state.kv = -1

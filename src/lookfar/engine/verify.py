@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from lookfar.core.arrays import Ints
+from lookfar.core.arrays import Int32s, Ints
 from lookfar.core.jit import jit
 from lookfar.core.plan import COMPLETE, FIRST_NODE, NUM_NODES, NUM_PENDING, RequestPlan, StepPlan
 from lookfar.core.tree import ROOT, DraftTree
@@ -18,6 +18,7 @@ from lookfar.engine.request import FinishReason, RequestState
 from lookfar.engine.stopping import finish_reason
 from lookfar.runners.base import StepResult
 from lookfar.sampling.sampler import check_sampled, choose_rows
+from lookfar.speculation.interface import Walks
 
 ROWS_TOGETHER = 64  # sampled in one call, which copies their scores a few times
 
@@ -55,14 +56,14 @@ def walk(
         node = child
 
 
-def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> list[Walk | None]:
+def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> Walks[Walk]:
     """Walk the tree of every request and append what it emits; a request that prefills has no walk.
 
     An error of a request's own code (a logits processor, a stopping criterion, a grammar) fails that request only.
     """
     sampling = _sample_rows(requests, plan, result)
-    all_tokens, all_nodes, ends = _walk_all(plan, result)
-    walks: list[Walk | None] = []
+    all_tokens, all_nodes, ends, last = _walk_all(plan, result)
+    walks: Walks[Walk] = Walks()
     start, now = 0, perf_counter()
     for place, (request, end) in enumerate(zip(requests, ends, strict=True)):
         found = None
@@ -70,6 +71,7 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
             try:
                 if request.has_rules:
                     found = _walk_with_rules(place, request, plan.requests[place], result)
+                    _set_last(last, place, found)
                     now = perf_counter()
                 else:
                     tokens = all_tokens[start:end]
@@ -78,6 +80,7 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
                     found = Walk(all_nodes[start : end - 1], tokens)
                     if len(request.ids) + len(tokens) >= request.max_length or not request.stop_ids.isdisjoint(tokens):
                         _end_at_limit(request, found)
+                        _set_last(last, place, found)
                 if request.samples_by_row:
                     found.sampling_seconds = sampling.get(place, 0.0)
                 request.accept(found.tokens, found.finish_reason, now)
@@ -86,18 +89,27 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> l
                 found = None
         walks.append(found)
         start = end
+    walks.last = last if None not in walks else None
     return walks
 
 
-def _walk_all(plan: StepPlan, result: StepResult) -> tuple[list[int], list[int], list[int]]:
+def _walk_all(plan: StepPlan, result: StepResult) -> tuple[list[int], list[int], list[int], Int32s]:
     """Walk the trees of all requests, as `walk_trees` does; without any tree there is one token for each request."""
     if plan.trees.columns.shape[1]:
-        tokens, nodes, ends = walk_trees(tuple(plan.flat), result.starts, result.choices)
-        return tokens.tolist(), nodes.tolist(), ends.tolist()
+        emitted, nodes, ends, ended = walk_trees(tuple(plan.flat), result.starts, result.choices)
+        return emitted.tolist(), nodes.tolist(), ends.tolist(), ended
     choices = result.choices.tolist()
     requests = zip(result.starts.tolist(), plan.num_pending, plan.complete, strict=True)
     tokens = [choices[start + pending - 1] for start, pending, complete in requests if complete]
-    return tokens, [], [*accumulate(plan.complete)]
+    last: Int32s = np.full((2, plan.batch), ROOT, np.int32)
+    if len(tokens) == plan.batch:
+        last[1] = tokens
+    return tokens, [], [*accumulate(plan.complete)], last
+
+
+def _set_last(last: Int32s, place: int, found: Walk) -> None:
+    """Note where a walk ended that is not that of `walk_trees`."""
+    last[:, place] = found.nodes[-1] if found.nodes else ROOT, found.tokens[-1]
 
 
 def _sample_rows(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> dict[int, float]:
@@ -204,13 +216,13 @@ def _walk_with_rules(place: int, request: RequestState, rows: RequestPlan, resul
 def walk_trees(plan, starts, choices):  # type: ignore[no-untyped-def]
     """Walk the trees of all requests that emit tokens, down the chosen tokens.
 
-    Returns the emitted tokens of all requests, the nodes that hold them (the last one of a request is no node), and
-    where those of each request end.
+    Returns the emitted tokens of all requests, the nodes that hold them (the last one of a request is no node), where
+    those of each request end, and the last node and token of each (`Walks`).
     """
     about, _, nodes = plan
     most = nodes.shape[1] + len(about)
     tokens, accepted = np.empty(most, np.int32), np.empty(most, np.int32)
-    ends, count = np.empty(len(about), np.int32), 0
+    ends, last, count = np.empty(len(about), np.int32), np.full((2, len(about)), ROOT, np.int32), 0
     for i in range(len(about)):
         own = about[i]
         if own[COMPLETE]:
@@ -218,6 +230,7 @@ def walk_trees(plan, starts, choices):  # type: ignore[no-untyped-def]
             node = -1
             while True:
                 token = choices[first_row + node]
+                last[0, i], last[1, i] = node, token
                 tokens[count] = token
                 child = first + max(node, 0)
                 while child < end and not (nodes[1, child] == node and nodes[0, child] == token):
@@ -228,4 +241,4 @@ def walk_trees(plan, starts, choices):  # type: ignore[no-untyped-def]
                 if child == end:
                     break
         ends[i] = count
-    return tokens[:count], accepted[:count], ends
+    return tokens[:count], accepted[:count], ends, last

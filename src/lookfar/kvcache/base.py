@@ -39,6 +39,7 @@ class KVCache(ABC):
     state keeps all rows of a step or none.
     """
 
+    keeps_accepted = False  # whether `commit` always keeps all rows that it is given
     shares_prefixes = False  # whether the KV of any positions can be packed, and unpacked for another request
 
     @property

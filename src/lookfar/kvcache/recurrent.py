@@ -106,6 +106,7 @@ class RecurrentBuffers(SlotBuffers):
 class RecurrentKVCache(SlotKVCache):
     """Slots with recurrent states: a step is kept as a whole or not at all."""
 
+    keeps_accepted = False
     shares_prefixes = False  # a state belongs to one length of its text
 
     def __init__(self, config: PreTrainedConfig, reuse: bool = True) -> None:

@@ -1,8 +1,9 @@
 """A KV cache of slots: one preallocated buffer per layer, written in place, committed in place.
 
 A slot's position i holds the token at position i once it is committed. A step writes row r of a request at the slot's
-position `length + r`; `commit` moves the accepted rows to where they belong. Active requests always occupy the first
-slots, so a model reads a slice of the buffers and nothing is copied.
+position `length + r`; `commit` moves the accepted rows to where they belong. Active requests occupy the first slots, so
+a model reads a slice of the buffers and nothing is copied. Captured steps find their slots by number, so for them a
+request that ends may leave a gap, which the next request fills.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lookfar.kvcache.slot_buffers import SlotBuffers, SlotLayer
 # (slots, length, most slots) → the slots and the length to allocate.
 Sizing = Callable[[int, int, int], tuple[int, int]]
 Moves = Mapping[int, tuple[Seq[int], Seq[int]]]  # slot → positions to move, ascending, and where to
+GAP = -1  # in place of a handle
 ROUNDED = 64  # lengths are rounded up to a multiple of this
 
 
@@ -52,13 +54,18 @@ class Mover(Protocol):
 class SlotKVCache(KVCache):
     """Slots for a number of requests of up to a number of positions each."""
 
+    keeps_accepted = True
     shares_prefixes = True
 
-    def __init__(self, slots: int = 0, capacity: int = 0, sizing: Sizing = exact_size) -> None:
+    def __init__(
+        self, slots: int = 0, capacity: int = 0, sizing: Sizing = exact_size, leaves_gaps: bool = False
+    ) -> None:
         self.buffers = SlotBuffers(slots, capacity)
         self.mover: Mover | None = None  # for the buffers as they are, if there is one
         self.sizing = sizing
-        self._handles: list[KVHandle] = []  # by slot
+        self._leaves_gaps = leaves_gaps
+        self._handles: list[KVHandle] = []  # by slot; `GAP` where a request has ended
+        self._num_gaps = 0
         self._lengths: list[int] = []  # committed positions, by slot
         self._slot_of: dict[KVHandle, int] = {}
         self.next_handle = 0
@@ -75,7 +82,7 @@ class SlotKVCache(KVCache):
 
     @property
     def order(self) -> Seq[KVHandle]:
-        return self._handles
+        return [handle for handle in self._handles if handle != GAP] if self._num_gaps else self._handles
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +122,7 @@ class SlotKVCache(KVCache):
         return bool(self._retained)
 
     def has_room(self, length: int) -> bool:
-        return len(self._handles) < self.slots and length <= self.capacity
+        return len(self._slot_of) < self.slots and length <= self.capacity
 
     def allocate(self, prompt: Seq[int] = ()) -> tuple[KVHandle, int]:
         slot = self._next_slot()
@@ -132,20 +139,25 @@ class SlotKVCache(KVCache):
         return self._take(slot, reused), reused
 
     def _next_slot(self) -> int:
-        if len(self._handles) == self.slots:
+        if len(self._slot_of) == self.slots:
             raise CapacityError(f"All {self.slots} slots of the KV cache are taken.")
-        return len(self._handles)
+        return self._handles.index(GAP) if self._num_gaps else len(self._handles)
 
     def _take(self, slot: int, length: int) -> KVHandle:
         handle = self.next_handle
         self.next_handle += 1
-        self._handles.append(handle)
-        self._lengths.append(length)
+        if slot == len(self._handles):
+            self._handles.append(handle)
+            self._lengths.append(length)
+        else:
+            self._num_gaps -= 1
+            self._handles[slot], self._lengths[slot] = handle, length
         self._slot_of[handle] = slot
         return handle
 
     def writer(self, plan: StepPlan) -> Cache:
         self.apply_moves()
+        self._close_gaps()
         first = self._slot_of[plan.handles[0]]
         assert all(self._slot_of[handle] == first + i for i, handle in enumerate(plan.handles)), "not neighbours"
         self.buffers.begin(plan, first)
@@ -208,17 +220,36 @@ class SlotKVCache(KVCache):
 
     def free(self, handle: KVHandle, tokens: Seq[int] = ()) -> None:
         slot = self._slot_of.pop(handle)
-        last, length = self._handles.pop(), self._lengths.pop()
-        if last == handle:
+        if self._leaves_gaps or slot == len(self._handles) - 1:
             if tokens:
                 self._retained[slot] = list(tokens)
             else:
                 self._moves.pop(slot, None)
+            self._handles[slot] = GAP
+            self._num_gaps += 1
+            while self._handles and self._handles[-1] == GAP:
+                self._num_gaps -= 1
+                del self._handles[-1], self._lengths[-1]
             return
+        last, length = self._handles.pop(), self._lengths.pop()
         # The last request moves into the gap, so that the requests stay neighbours.
         self._copy(len(self._handles), slot, length)
         self._moves.pop(len(self._handles), None)
         self._handles[slot], self._lengths[slot], self._slot_of[last] = last, length, slot
+
+    def _close_gaps(self) -> None:
+        """Make the requests neighbours, in their order."""
+        if not self._num_gaps:
+            return
+        kept = [(handle, self._lengths[slot]) for slot, handle in enumerate(self._handles) if handle != GAP]
+        for slot, (handle, length) in enumerate(kept):
+            if self._slot_of[handle] != slot:
+                self._retained.pop(slot, None)
+                self._copy(self._slot_of[handle], slot, length)
+                self._moves.pop(self._slot_of[handle], None)
+                self._slot_of[handle] = slot
+        self._handles, self._lengths = [handle for handle, _ in kept], [length for _, length in kept]
+        self._num_gaps = 0
 
     def truncate(self, handle: KVHandle, length: int) -> None:
         """Keep the first `length` tokens of a request; the others will be written again."""
@@ -228,6 +259,7 @@ class SlotKVCache(KVCache):
     def abandon(self) -> None:
         for known in (self._handles, self._lengths, self._slot_of, self._retained, self._moves):
             known.clear()
+        self._num_gaps = 0
 
     def export_kv(self, handle: KVHandle, start: int, end: int) -> KVState:
         self.apply_moves()

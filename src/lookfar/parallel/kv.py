@@ -31,6 +31,7 @@ class MirroredKVCache(SlotKVCache):
     KV never travels: a request that would start from a copy of its KV is fed its tokens again.
     """
 
+    keeps_accepted = False  # not on every rank
     shares_prefixes = False
 
     def __init__(self, followers: Followers, sizing: Sizing = exact_size) -> None:

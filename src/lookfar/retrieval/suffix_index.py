@@ -16,11 +16,13 @@ import numpy.typing as npt
 
 from lookfar.core.addresses import address_of, ints_at, longs_at
 from lookfar.core.arrays import Int32s, Ints
+from lookfar.core.host_team import job_of, present_team, run_parts
 from lookfar.core.jit import borrowing_jit, inline_jit, jit
 
 END = -1  # separates two texts
 MAX_LINKS = 24  # links followed for each length
 MAX_MATCH = 32  # matches are measured up to this length
+TEXTS_EACH = 4  # followed by a thread at the least
 
 
 # Where the arrays of an index are, how large they are, and how many tokens it holds.
@@ -118,24 +120,30 @@ class FollowedTexts:
         self.indexes = indexes
         self.addresses: Ints = np.array([index.address for index in indexes])
 
+    def sizes(self) -> Ints:
+        """Return how many tokens each index holds."""
+        sizes: Ints = sizes_of(self.addresses)
+        return sizes
+
     def find(self, texts: Seq[Seq[int]], wanted: Int32s, store: SuffixIndex | None = None) -> Matches:
         """Append what is new in each text, and find how it, or a text in the store, went on after such an end.
 
         `wanted` are the most matches in each of them and the tokens to copy from each, [texts, 2].
         """
         new: list[int] = []
-        starts = [0]
-        for index, ids in zip(self.indexes, texts, strict=True):
+        starts, sizes = [0], self.sizes().tolist()
+        for index, ids, size in zip(self.indexes, texts, sizes, strict=True):
             if len(ids) > index.room:
                 index.make_room(len(ids))
-            new += ids[index.size :]
+            new += ids[size:]
             starts.append(len(new))
         return self._extend_and_find(np.array(new, np.int32), np.array(starts), wanted, store)
 
     def _extend_and_find(self, new: Int32s, starts: Ints, wanted: Int32s, store: SuffixIndex | None) -> Matches:
         own = self.indexes[0]
         where = (store.address, store.lengths) if store is not None and store.size else (0, own.lengths)
-        return Matches(*add_and_find(self.addresses, own.lengths, new, starts, wanted, where))
+        team = present_team(len(wanted) // TEXTS_EACH)
+        return Matches(*add_and_find((self.addresses, own.lengths, new, starts), wanted, where, team))
 
 
 @inline_jit
@@ -158,6 +166,14 @@ def bucket_of(tokens, end, length, buckets):  # type: ignore[no-untyped-def]
         mixed = (mixed ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(31)
     return bucket if bucket < 0 else np.int64(mixed & np.uint64(buckets - 1))
+
+
+@jit
+def sizes_of(addresses):  # type: ignore[no-untyped-def]
+    sizes = np.empty(len(addresses), np.int64)
+    for i in range(len(addresses)):
+        sizes[i] = longs_at(addresses[i], 6)[SIZE]
+    return sizes
 
 
 @jit
@@ -279,32 +295,49 @@ def find_after(address, lengths, texts, wanted):  # type: ignore[no-untyped-def]
 
 
 @jit
-def add_and_find(addresses, lengths, new, starts, wanted, store):  # type: ignore[no-untyped-def]
+def add_and_find(texts, wanted, store, team):  # type: ignore[no-untyped-def]
     """Append tokens to several indexes, each with room for them, and find the matches of the end of each text.
 
-    `new[starts[i] : starts[i + 1]]` are the new tokens of index i. Matches are looked for in the index itself, and in
-    the store: its address (0 for none) and its chained lengths. Returns the arrays of `Matches`.
+    `texts` are the addresses of the indexes, their chained lengths, and what is new: index i gets the tokens
+    `new[starts[i] : starts[i + 1]]`. Matches are looked for in the index itself, and in the store: its address (0 for
+    none) and its chained lengths. The threads of a team share the work. Returns the arrays of `Matches`.
     """
-    continuations, about = new_matches(wanted, 2 if store[0] else 1)
+    addresses, lengths, _, _ = texts
+    threads, parts = team
+    kinds = 2 if store[0] else 1
+    continuations, about = new_matches(wanted, kinds)
     links = MAX_LINKS * max(len(lengths), len(store[1]))
-    room = np.empty(links, np.int32), np.empty(links, np.int32)
-    texts = addresses, lengths, new, starts
-    count = follow(texts, wanted, store, (continuations, about), room)
+    room = np.empty((parts, links), np.int32), np.empty((parts, links), np.int32)
+    firsts, counts = np.empty(parts, np.int64), np.empty(parts, np.int64)  # of the matches of each part
+    room_before, query = 0, 0
+    for part in range(parts):
+        while query < part * len(addresses) // parts:
+            room_before += kinds * wanted[query, 0]
+            query += 1
+        firsts[part] = room_before
+    data = texts, wanted, store, (continuations, about, firsts, counts), room
+    run_parts(threads, parts, job_of(follow_part, data))
+    count = counts[0]
+    for part in range(1, parts):
+        for i in range(firsts[part], firsts[part] + counts[part]):
+            continuations[count], about[:, count] = continuations[i], about[:, i]
+            count += 1
     return continuations[:count], about[:, :count]
 
 
 @borrowing_jit
-def follow(texts, wanted, store, matches, room):  # type: ignore[no-untyped-def]
-    """Append tokens and find matches, as `add_and_find` says; returns the number of matches."""
-    addresses, lengths, new, starts = texts
-    continuations, about = matches
-    count = 0
-    for query in range(len(addresses)):
+def follow_part(data, part):  # type: ignore[no-untyped-def]
+    """Append tokens and find matches for a part of the texts, as `add_and_find` says."""
+    (addresses, lengths, new, starts), wanted, store, matches, room = data
+    continuations, about, firsts, counts = matches
+    own_room, parts = (room[0][part], room[1][part]), len(counts)
+    count = firsts[part]
+    for query in range(part * len(addresses) // parts, (part + 1) * len(addresses) // parts):
         address = addresses[query]
         add_tokens(address, lengths, new[starts[query] : starts[query + 1]])
         found = continuations, about, count, query, 0
-        count = add_matches(address, lengths, tail_of(address), wanted[query], found, room)
+        count = add_matches(address, lengths, tail_of(address), wanted[query], found, own_room)
         if store[0]:
             found = continuations, about, count, query, 1
-            count = add_matches(store[0], store[1], tail_of(address), wanted[query], found, room)
-    return count
+            count = add_matches(store[0], store[1], tail_of(address), wanted[query], found, own_room)
+    counts[part] = count - firsts[part]

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s, Ints
+from lookfar.core.host_team import ALONE, present_team
 from lookfar.core.plan import RequestPlan, WindowRows
 from lookfar.core.tree import NO_TREE, DraftTrees
 from lookfar.speculation.acceptance import AcceptanceModel
@@ -26,7 +28,7 @@ from lookfar.speculation.chains import (
     find_chains,
     path_to,
 )
-from lookfar.speculation.interface import SpeculatedRequest, Walk
+from lookfar.speculation.interface import SpeculatedRequest, Walks
 from lookfar.speculation.proposals import DraftingBatch, Member, Proposals
 from lookfar.speculation.row_budget import BudgetKind, Prices, Ranking, RowBudget, StepRows, Windows, kind_of
 from lookfar.speculation.tree_builder import build_candidates
@@ -45,6 +47,7 @@ class DraftedGroup:
     members: Seq[Member]
     candidates: Candidates
     acceptance: AcceptanceModel
+    ends: Int32s  # what the texts of the members end with (`RootArrays.about`)
     trees: DraftTrees = NO_TREES  # of the chosen candidates, for all requests of the step; empty for those of others
 
     def ranking(self) -> Ranking:
@@ -78,7 +81,7 @@ class DraftedGroup:
         """Make trees of the best candidates for a step of `batch` requests."""
         self.trees = self.candidates.trees(count, (*self.acceptance.sources, RECYCLED), batch)
 
-    def count(self, walks: Seq[Walk | None], finished: bool) -> None:
+    def count(self, walks: Walks[Any], finished: bool) -> None:
         """Count the draft tokens by source, of the requests that have ended or of the others."""
         proposed = self.trees.count_sources()
         sources = self.trees.columns[3].tolist()
@@ -89,7 +92,7 @@ class DraftedGroup:
                 accepted = [sources[first + node] for node in walk.nodes]
                 member.request.count_drafts(self.trees.names, proposed[member.place], accepted)
 
-    def learn(self, walks: Seq[Walk | None]) -> None:
+    def learn(self, walks: Walks[Any]) -> None:
         """Teach the acceptance model what was emitted and accepted."""
         emitted: list[int] = []
         accepted: list[int] = []
@@ -119,6 +122,11 @@ class Drafts:
     def trees(self) -> DraftTrees | None:
         """The trees of all requests, if they were built together."""
         return self.groups[0].trees if len(self.groups) == 1 else None
+
+    @property
+    def ends(self) -> Int32s | None:
+        """What the texts of all members end with, if their trees were built together."""
+        return self.groups[0].ends if len(self.groups) == 1 else None
 
     def add_to(self, plans: Seq[RequestPlan]) -> None:
         """Give every request its tree and its window."""
@@ -250,7 +258,8 @@ def build_group(
         max_nodes = int(most.sum())
     limits = BuildLimits(max_nodes, most, budget.least_scores(step, prices), vocab_size)
     inputs = proposals.of(group.chosen, step.limits.depth)
-    return DraftedGroup(group.members, build_candidates(inputs, limits), inputs.acceptance)
+    team = ALONE if step.limits.chain else present_team(len(group.members))  # paths are found among all candidates
+    return DraftedGroup(group.members, build_candidates(inputs, limits, team), inputs.acceptance, inputs.roots.about)
 
 
 def choose_rows(

@@ -51,6 +51,7 @@ BITS: Int32s = np.array([1 + age.bit_length() for age in range(256)], np.int32) 
 # (one past the last for none), and how many sources propose the child, with recycled predictions and runner-ups as one.
 DRAFTED, OF_TOKEN, OF_PAIR, OF_TRIPLE, RANK, OFF, BEST_SOURCE, PROPOSED_BY = range(8)
 NO_CHILD = np.int32(-1)
+LINE = 16  # numbers of four bytes on a cache line
 OWN_FEATURES = 9  # beside noise and sources
 
 
@@ -61,23 +62,39 @@ class Children(NamedTuple):
     child_table: Int32s  # [MAX_CHILDREN, columns]
     match: Int32s  # [MAX_CHILDREN, sources] the best match score behind a child, -1 for none
     support: Floats  # [MAX_CHILDREN, sources] the weight of the drafts with that score
-    present: Floats  # [sources, SCORES] the weight of all drafts at the node
-    best: Int32s  # [sources] the best match score at the node, -1 for none
+    present: Floats  # [sources or more, SCORES] the weight of all drafts at the node
+    best: Int32s  # [sources or more] the best match score at the node, -1 for none
     chances: Floats  # [k] probabilities of one row of a table
     log_odds: Floats  # [MAX_CHILDREN] of acceptance
 
 
 @inline_jit
-def new_children(source_count, k):  # type: ignore[no-untyped-def]
+def new_children(source_count, k, parts):  # type: ignore[no-untyped-def]
+    """Return room for the children of one node in each part of a build, on cache lines of their own."""
     return Children(
-        np.full(MAX_CHILDREN, NO_CHILD),
-        np.zeros((MAX_CHILDREN, 8), np.int32),
-        np.full((MAX_CHILDREN, source_count), -1, np.int32),
-        np.zeros((MAX_CHILDREN, source_count), np.float32),
-        np.zeros((source_count, SCORES), np.float32),
-        np.empty(source_count, np.int32),
-        np.empty(k, np.float32),
-        np.empty(MAX_CHILDREN, np.float32),
+        np.full((parts, MAX_CHILDREN), NO_CHILD),
+        np.zeros((parts, MAX_CHILDREN, 8), np.int32),
+        np.full((parts, MAX_CHILDREN, source_count), -1, np.int32),
+        np.zeros((parts, MAX_CHILDREN, source_count), np.float32),
+        np.zeros((parts, source_count + 1, SCORES), np.float32),
+        np.empty((parts, source_count + 2 * LINE), np.int32),
+        np.empty((parts, k + 2 * LINE), np.float32),
+        np.empty((parts, MAX_CHILDREN), np.float32),
+    )
+
+
+@inline_jit
+def children_of(children, part):  # type: ignore[no-untyped-def]
+    """Return the room of one part."""
+    return Children(
+        children.tokens[part],
+        children.child_table[part],
+        children.match[part],
+        children.support[part],
+        children.present[part],
+        children.best[part],
+        children.chances[part],
+        children.log_odds[part],
     )
 
 
@@ -123,7 +140,7 @@ def read_drafts(drafts, agreeing, group, depth, vocab_size, children):  # type: 
             match[child, source], support[child, source] = score, weight
         elif score == match[child, source]:
             support[child, source] += weight
-    for source in range(len(best_scores)):
+    for source in range(match.shape[1]):
         best = SCORES - 1
         while best >= 0 and present[source, best] == 0:
             best -= 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from lookfar.core.arrays import Int32s
 from lookfar.drafters.base import BatchDrafter, DraftContext, Drafter, Strategy, wants_hidden
 from lookfar.sampling.sampler import Sampler
 from lookfar.speculation.acceptance import AcceptanceModel
@@ -135,3 +136,12 @@ class Walk(Protocol):
 
     nodes: list[int]  # the accepted nodes of its tree
     tokens: list[int]  # the emitted tokens
+
+
+AnyWalk = TypeVar("AnyWalk", bound=Walk)
+
+
+class Walks(list[AnyWalk | None]):
+    """What verification found for the requests of a step; None for those that prefill or failed."""
+
+    last: Int32s | None = None  # [2, batch] the last accepted node, -1 for none, and token of each, if no walk is None

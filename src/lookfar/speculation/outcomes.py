@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s, Ints
+from lookfar.core.decode_plan import DecodePlan
 from lookfar.core.jit import jit
-from lookfar.core.plan import RequestPlan, StepPlan
+from lookfar.core.plan import NUM_PENDING, RequestPlan, StepPlan
 from lookfar.core.tree import ROOT
 from lookfar.drafters.base import (
     BatchDrafter,
@@ -21,7 +22,8 @@ from lookfar.drafters.base import (
     Predictions,
     wants_hidden,
 )
-from lookfar.speculation.interface import SpeculatedRequest, Walk
+from lookfar.speculation.candidates import BEFORE, EARLIER, PLACE
+from lookfar.speculation.interface import SpeculatedRequest, Walks
 from lookfar.speculation.proposals import DraftingBatch
 
 NO_CHOICES: Ints = np.zeros(0, np.int64)
@@ -54,20 +56,23 @@ class StepOutcomes:
     """The outcome of a step for the drafters of all its requests."""
 
     def __init__(
-        self, requests: Seq[SpeculatedRequest], plan: StepPlan, walks: Seq[Walk | None], result: StepChoices
+        self, requests: Seq[SpeculatedRequest], plan: StepPlan, walks: Walks[Any], result: StepChoices
     ) -> None:
         self.requests, self.plan, self.walks, self.result = requests, plan, walks, result
 
-    def show(self, places: list[int], drafting: DraftingBatch, ended: bool) -> None:
+    def show(self, places: list[int], drafting: DraftingBatch, ended: bool, ends: Int32s | None) -> None:
         """Show the step to the drafters of some requests. An error of a drafter fails its request.
 
-        `ended` says whether a request of the step has ended.
+        `ended` says whether a request of the step has ended; `ends` are what the texts of the requests that drafted
+        together ended with before it (`RootArrays.about`).
         """
         by_class: dict[type[BatchDrafter], list[int]] = {}
         known = not drafting.alone and drafting.is_of(self.requests, places)
         if known:
             for batch, shown in drafting.observers:
-                batch.observe(self.of_batch(shown))
+                all_decode = ends is not None and shown == places and isinstance(self.plan, DecodePlan)
+                about = self._of_decoding(ends) if all_decode else None
+                batch.observe(self.of_batch(shown, about))
             places = [place for place in places if self.requests[place].is_finished] if ended else []
         for place in places:
             request = self.requests[place]
@@ -95,22 +100,35 @@ class StepOutcomes:
             except BaseException as error:  # a drafter of another package
                 request.fail(error)
 
-    def of_batch(self, places: Seq[int]) -> BatchOutcome:
-        """Return the outcome for some requests together."""
+    def _of_decoding(self, ends: Int32s | None) -> Ints | None:
+        """Return `BatchOutcome.about` for the requests that drafted; None if it has to be put together one by one."""
+        if ends is None or self.walks.last is None or any(request.source_length for request in self.requests):
+            return None
+        about: Ints = describe_decoding(ends, self.result.starts, self.plan.flat.about, self.walks.last)
+        return about
+
+    def of_batch(self, places: Seq[int], about: Ints | None = None) -> BatchOutcome:
+        """Return the outcome for some requests together; `about` them, if it is known already."""
+        requests = [self.requests[place] for place in places]
+        texts, finished = [request.ids for request in requests], [request.is_finished for request in requests]
+        if about is None:
+            about = self._describe(places)
+        return BatchOutcome(texts, finished, self.plan.flat, about, self.result.top_ids, self.result.top_logits)
+
+    def _describe(self, places: Seq[int]) -> Ints:
+        """Return `BatchOutcome.about` for some requests."""
         requests, walks = [self.requests[place] for place in places], [self.walks[place] for place in places]
-        all_starts, pending, result = self.result.starts.tolist(), self.plan.num_pending, self.result
+        all_starts, pending = self.result.starts.tolist(), self.plan.num_pending
         starts = [all_starts[place] for place in places]
         reached = [walk.nodes[-1] if walk is not None and walk.nodes else ROOT for walk in walks]
         last = [start + pending[place] + node for place, start, node in zip(places, starts, reached, strict=True)]
         emitted = [walk.tokens[-1] if walk is not None else -1 for walk in walks]
-        texts = [request.ids for request in requests]
         # The step is not committed yet, so `num_cached` is where its rows begin.
         cached = [(request.ids, request.source_length, request.num_cached) for request in requests]
         before = [ids[source + count - 1] if count else -1 for ids, source, count in cached]
         earlier = [ids[source + count - 2] if count > 1 else -1 for ids, source, count in cached]
-        about = np.array([places, starts, last, emitted, before, earlier], np.int64).T.copy()
-        finished = [request.is_finished for request in requests]
-        return BatchOutcome(texts, finished, self.plan.flat, about, result.top_ids, result.top_logits)
+        about: Ints = np.array([places, starts, last, emitted, before, earlier], np.int64).T.copy()
+        return about
 
     def _show_alone(self, place: int) -> None:
         """Show the step to drafters that draft for one request; a prefill chunk only if they want something of it."""
@@ -160,6 +178,18 @@ class StepOutcomes:
         start = int(result.starts[place])
         at = slice(start + first, start + last)
         return Predictions(previous[first:], tokens[first:], result.top_ids[at], result.top_logits[at])
+
+
+@jit
+def describe_decoding(ends, starts, plan, last):  # type: ignore[no-untyped-def]
+    """Return `BatchOutcome.about` for requests that fed their last token and a tree."""
+    about = np.empty((len(ends), 6), np.int64)
+    for i in range(len(ends)):
+        place = ends[i, PLACE]
+        about[i, 0], about[i, 1] = place, starts[place]
+        about[i, 2], about[i, 3] = starts[place] + plan[place, NUM_PENDING] + last[0, place], last[1, place]
+        about[i, 4], about[i, 5] = ends[i, BEFORE], ends[i, EARLIER]
+    return about
 
 
 @jit

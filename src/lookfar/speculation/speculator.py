@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.cost_file import Experience, KnownCosts, nearest_experience
 from lookfar.speculation.drafting import Drafting, Drafts
 from lookfar.speculation.host_cost import HostCost
-from lookfar.speculation.interface import Batch, SpeculatedRequest, Walk
+from lookfar.speculation.interface import Batch, SpeculatedRequest, Walks
 from lookfar.speculation.outcomes import StepChoices, StepOutcomes, window_gain
 from lookfar.speculation.row_budget import Prices, StepRows
 
@@ -32,7 +33,7 @@ class StepRecord:
     controller: SpeculationController | None
     drafts: Drafts | None = None
     plan: StepPlan | None = None
-    walks: Seq[Walk | None] = ()
+    walks: Walks[Any] = field(default_factory=Walks)
     result: StepChoices | None = None  # set when the step is done
 
     @property
@@ -173,7 +174,7 @@ class Speculator:
         base_rate = 1 / self.costs.seconds_for(len(requests), kind)
         return StepRecord(batch, facts, controller.decide(base_rate), prefills, controller)
 
-    def observe(self, walks: Seq[Walk | None], result: StepChoices) -> None:
+    def observe(self, walks: Walks[Any], result: StepChoices) -> None:
         """Show the outcome of the planned step to the drafters. An error of a drafter fails its request."""
         step = self._step
         assert step is not None
@@ -184,7 +185,7 @@ class Speculator:
         places, unseen = step.observers() if ended or not step.speculates else (self._facts_of(requests).drafting, [])
         if places or unseen:
             outcomes = StepOutcomes(requests, step.plan, walks, result)
-            outcomes.show(places, self._drafting, ended)
+            outcomes.show(places, self._drafting, ended, step.drafts.ends if step.drafts is not None else None)
             outcomes.show_hidden(unseen)
         self._unlearned.append(step)
         for group in step.drafts.groups if ended and step.drafts is not None else ():

@@ -12,26 +12,33 @@ recycled logits, and counts as evidence for every candidate.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from lookfar.core.arrays import Floats, Int32s
 from lookfar.core.heap import pop, push
+from lookfar.core.host_team import ALONE, Team, job_of, run_parts
 from lookfar.core.jit import borrowing_jit, inline_jit, jit
 from lookfar.retrieval.off_path import POSITIONS
 from lookfar.retrieval.recycle_table import RecycleArrays, RecycleTable
 from lookfar.speculation.acceptance import (
-    DRAFTS,
-    MAX_CHILDREN,
     ONE,
-    SOURCE,
     AcceptanceModel,
     to_chances,
 )
+from lookfar.speculation.build_parts import (
+    END_ROOT,
+    HEAP_SIZE,
+    MOST,
+    NEXT_NODE,
+    NEXT_ROOT,
+    PICKS,
+    forget_others,
+    may_go_on,
+    merge,
+    new_workspace,
+)
 from lookfar.speculation.candidates import (
     BEFORE,
-    COLUMNS,
     COUNT,
     DEPTH,
     EARLIER,
@@ -56,10 +63,8 @@ from lookfar.speculation.evidence import (
     BEST_SOURCE,
     DRAFTED,
     NO_CHILD,
-    OWN_FEATURES,
     PROPOSED_BY,
-    Children,
-    new_children,
+    children_of,
     read_drafts,
     read_off_path,
     read_runner_ups,
@@ -82,107 +87,81 @@ class BuildInputs:
     acceptance: AcceptanceModel
 
 
-def build_candidates(inputs: BuildInputs, limits: BuildLimits) -> Candidates:
-    """Build the best candidates for all requests."""
+def build_candidates(inputs: BuildInputs, limits: BuildLimits, team: Team = ALONE) -> Candidates:
+    """Build the best candidates for all requests, on the threads of a team.
+
+    With several threads, what lies between the candidates of their parts is undefined.
+    """
     arrays = tuple(inputs.drafts), tuple(inputs.roots), tuple(inputs.noise), tuple(inputs.table.arrays)
-    return Candidates(*build(arrays, inputs.acceptance.weights, tuple(limits)))
-
-
-class Workspace(NamedTuple):
-    """The arrays that a build works on."""
-
-    nodes: Int32s
-    scores: Floats
-    values: Floats  # scores times the urgency of the request
-    features: Int32s
-    order: Int32s  # all drafts; those that agree with a node's path are neighbours
-    spare: Int32s  # room for sorting `order`
-    group: Int32s  # which child of the node at hand each draft belongs to
-    children: Children
-    no_noise: Floats  # empty
-
-
-class Picked(NamedTuple):
-    """Room for the best candidates, best first."""
-
-    chosen: Int32s
-    scores: Floats
-    urgency: Floats
-    owners: Int32s
+    return Candidates(*build(arrays, inputs.acceptance.weights, tuple(limits), team))
 
 
 @jit
-def build(arrays, weights, limits):  # type: ignore[no-untyped-def]
-    """Grow the trees of all requests from one heap. Returns the arrays of `Candidates`."""
+def build(arrays, weights, limits, team):  # type: ignore[no-untyped-def]
+    """Grow the trees of all requests, best first. Returns the arrays of `Candidates`.
+
+    `team` is the address of the threads that grow parts of the requests, and the number of parts: first their fair
+    share of the candidates, then what may still be among the best of all. The result does not depend on the parts.
+    """
     # The arrays come as plain tuples, which numba unpacks in a fifth of the time that named tuples take.
     drafts, roots, noise = DraftArrays(*arrays[0]), RootArrays(*arrays[1]), NoiseArrays(*arrays[2])
     table, limits = RecycleArrays(*arrays[3]), BuildLimits(*limits)
-    work = new_workspace(drafts, noise, table, weights, limits)
-    most = limits.max_nodes
-    heap, taken = np.empty(len(work.scores), np.int32), np.zeros(len(roots.about), np.int32)
-    picked = Picked(
-        np.empty(most, np.int32), np.empty(most, np.float32), np.empty(most, np.float32), np.empty(most, np.int32)
-    )
-    used, picks = grow(work, (drafts, roots, noise, table), weights, limits, (heap, taken), picked)
-    nodes, scores, features = work.nodes[:used], work.scores[:used], work.features[:used]
-    chosen, chosen_scores, urgency, owners = picked
-    return nodes, scores, features, chosen[:picks], chosen_scores[:picks], urgency[:picks], owners[:picks]
+    threads, count = team
+    work, parts = new_workspace((drafts, noise, table), weights, limits, count)
+    set_roots(work, roots)
+    sort_by_owner(work, drafts.owners, len(roots.about))
+    floor, chosen = np.zeros(1, np.float32), np.empty(limits.max_nodes, np.int32)
+    data = (work, parts, floor), (drafts, roots, noise, table), weights, limits
+    run_parts(threads, count, job_of(grow_part, data))
+    picks = merge(work.values, parts, limits, chosen)
+    last = chosen[picks - 1] if picks and picks == limits.max_nodes else -1
+    if count > 1 and may_go_on(work.values, parts, limits, floor, last):
+        run_parts(threads, count, job_of(grow_part, data))
+        picks = merge(work.values, parts, limits, chosen)
+    forget_others(work.nodes, parts)
+    urgency, owners = np.empty(picks, np.float32), np.empty(picks, np.int32)
+    scores = np.empty(picks, np.float32)
+    for i in range(picks):
+        node = chosen[i]
+        owner = work.nodes[node, OWNER]
+        scores[i], urgency[i], owners[i] = work.scores[node], roots.urgency[owner], roots.about[owner, PLACE]
+    used = parts.state[count - 1, NEXT_NODE]
+    return work.nodes[:used], work.scores[:used], work.features[:used], chosen[:picks], scores, urgency, owners
 
 
 @borrowing_jit
-def grow(work, sources, weights, limits, room, picked):  # type: ignore[no-untyped-def]
-    """Expand nodes, best first, and pick them; returns the number of candidates and of those that were picked."""
-    drafts, roots, _, _ = sources
-    (heap, taken), (chosen, chosen_scores, urgency, owners) = room, picked
-    nodes, scores, values, batch = work.nodes, work.scores, work.values, len(roots.about)
-    set_roots(work, roots)
-    sort_by_owner(work, drafts.owners, batch)
-    used, heap_size, picks, next_root = batch, 0, 0, 0
+def grow_part(data, part):  # type: ignore[no-untyped-def]
+    """Expand nodes of the requests of a part, best first, and pick them, while they may be among the best of all."""
+    (work, parts, floor), sources, weights, limits = data
+    _, roots, _, _ = sources
+    state, heap, picked, taken = parts.state[part], parts.heaps[part], parts.picked[part], parts.taken
+    nodes, values = work.nodes, work.values
+    children = children_of(work.children, part)
     least_scores, least = limits.least_scores, limits.least_scores[0]
-    while next_root < batch or (heap_size and picks < limits.max_nodes):
-        if next_root < batch:  # all roots are expanded first
+    next_root, used, heap_size, picks = state[NEXT_ROOT], state[NEXT_NODE], state[HEAP_SIZE], state[PICKS]
+    while next_root < state[END_ROOT] or (heap_size and picks < state[MOST]):
+        if next_root < state[END_ROOT]:  # all roots are expanded first
             node = next_root
             next_root += 1
         else:
-            node, heap_size = pop(heap, heap_size, values)
-            if values[node] < least_scores[min(picks, len(least_scores) - 1)]:
+            best = values[heap[0]]
+            if best < least_scores[min(picks, len(least_scores) - 1)] or best < floor[0]:
                 break  # and so are all that are left
+            node, heap_size = pop(heap, heap_size, values)
             owner = nodes[node, OWNER]
             if taken[owner] == limits.max_per_request[owner]:
                 continue
-            chosen[picks], chosen_scores[picks] = node, scores[node]
-            owners[picks], urgency[picks] = roots.about[owner, PLACE], roots.urgency[owner]
+            picked[picks] = node
             picks += 1
             taken[owner] += 1
         if nodes[node, DEPTH] >= roots.about[nodes[node, OWNER], MAX_DEPTH]:
             continue
-        count = expand(work, node, used, sources, weights, limits)
+        count = expand((work, children), node, used, sources, weights, limits)
         for child in range(used, used + count):
             if values[child] >= least:
                 heap_size = push(heap, heap_size, values, child)
         used += count
-    return used, picks
-
-
-@inline_jit
-def new_workspace(drafts, noise, table, weights, limits):  # type: ignore[no-untyped-def]
-    batch = len(noise.rows)
-    size = batch + (limits.max_nodes + batch) * MAX_CHILDREN
-    source_count = (len(weights) - DRAFTS) // SOURCE
-    # Noise, if it is known, and every source have a feature each.
-    noisy = 1 if noise.rows.max() >= 0 and noise.upcoming.shape[1] > 0 else 0
-    order = np.empty(len(drafts.tokens), np.int32)
-    return Workspace(
-        np.empty((size, COLUMNS), np.int32),
-        np.empty(size, np.float32),
-        np.empty(size, np.float32),
-        np.empty((size, OWN_FEATURES + noisy + source_count), np.int32),
-        order,
-        np.empty_like(order),
-        np.empty_like(order),
-        new_children(source_count, table.token_ids.shape[1]),
-        np.empty(0, np.float32),
-    )
+    state[NEXT_ROOT], state[NEXT_NODE], state[HEAP_SIZE], state[PICKS] = next_root, used, heap_size, picks
 
 
 @inline_jit
@@ -212,17 +191,21 @@ def sort_by_owner(work, owners, batch):  # type: ignore[no-untyped-def]
 
 
 @inline_jit
-def expand(work, node, used, sources, weights, limits):  # type: ignore[no-untyped-def]
-    """Add the children of a node as nodes `used …`, with their scores; returns their number."""
+def expand(room, node, used, sources, weights, limits):  # type: ignore[no-untyped-def]
+    """Add the children of a node as nodes `used …`, with their scores; returns their number.
+
+    `room` is the workspace, and the children of its part.
+    """
     drafts, roots, noise, table = sources
+    work, children = room
     value = max(work.values[node], SMALLEST)
     vocab_size, min_share = limits.vocab_size, limits.least_scores[0] * np.float32(SAFE_SHARE) / value
-    nodes, scores, values, children = work.nodes, work.scores, work.values, work.children
+    nodes, scores, values = work.nodes, work.scores, work.values
     tokens, child_table, log_odds = children.tokens, children.child_table, children.log_odds
     b, parent, depth = nodes[node, OWNER], nodes[node, PARENT], nodes[node, DEPTH]
     low, high = nodes[node, LOW], nodes[node, HIGH]
     drafted = read_drafts(drafts, work.order[low:high], work.group[low:high], depth, vocab_size, children)
-    sort_drafts(work, node, used, drafted)
+    sort_drafts(room, node, used, drafted)
     sampling = noise_at(noise, b, depth, work.no_noise), noise.temperatures[b]
     path = path_before(nodes, roots.about, node)
     count, evidence = read_tables(table, path, children, drafted, sampling, (min_share, vocab_size))
@@ -272,9 +255,10 @@ def noise_at(noise, b, depth, unknown):  # type: ignore[no-untyped-def]
 
 
 @inline_jit
-def sort_drafts(work, node, used, count):  # type: ignore[no-untyped-def]
+def sort_drafts(room, node, used, count):  # type: ignore[no-untyped-def]
     """Sort the drafts of a node by child, so that the drafts of each child are neighbours in `order`."""
-    nodes, child_table = work.nodes, work.children.child_table
+    work, children = room
+    nodes, child_table = work.nodes, children.child_table
     low, start = nodes[node, LOW], nodes[node, LOW]
     for child in range(count):
         nodes[used + child, LOW] = nodes[used + child, HIGH] = start

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from lookfar.core.addresses import bytes_at, floats_at, longs_at
+from lookfar.core.atomics import take
 from lookfar.core.jit import jit
-from lookfar.kernels.cpu.barrier import take
 from lookfar.kernels.cpu.blocks import block_size, multiply_tile, rms_factor
 from lookfar.kernels.cpu.layout import (
     BLOCK,

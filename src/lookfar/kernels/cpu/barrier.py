@@ -1,64 +1,9 @@
-"""Counters that threads of one compiled function share: to take parts of the work, and to wait for each other."""
+"""The barrier of the threads that compute a step on a CPU."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence as Seq
-from typing import Any
-
-from llvmlite import ir
-from numba import types
-
+from lookfar.core.atomics import look, pause, take
 from lookfar.core.jit import jit
-from lookfar.kernels.cpu.llvm import INT, IS_X86, LONG, external, instruction
-
-SPINS = 20_000  # looks before a waiting thread lets others run: about half a millisecond
-CAN_YIELD = os.name == "posix"
-
-
-@instruction
-def take(typing_context: Any, counter: Any, count: Any) -> Any:
-    """Add to the counter at an address, visibly for all threads; returns what it was before."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
-        pointer = builder.inttoptr(arguments[0], LONG.as_pointer())
-        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), emit
-
-
-@instruction
-def look(typing_context: Any, counter: Any) -> Any:
-    """Read the counter at an address, as other threads left it."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
-        return builder.load_atomic(builder.inttoptr(arguments[0], LONG.as_pointer()), "seq_cst", 8)
-
-    return types.int64(types.int64), emit
-
-
-@instruction
-def relax(typing_context: Any) -> Any:
-    """Let the other half of a core run for a moment."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
-        if IS_X86:
-            builder.call(external(builder, "llvm.x86.sse2.pause", ir.VoidType()), [])
-        return context.get_dummy_value()
-
-    return types.void(), emit
-
-
-@instruction
-def let_others_run(typing_context: Any) -> Any:
-    """Give the core to another thread of the machine, if one waits for it."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
-        if CAN_YIELD:
-            builder.call(external(builder, "sched_yield", INT), [])
-        return context.get_dummy_value()
-
-    return types.void(), emit
 
 
 @jit
@@ -67,8 +12,4 @@ def wait_for_all(counter, reached):  # type: ignore[no-untyped-def]
     take(counter, 1)
     spins = 0
     while look(counter) < reached:
-        spins += 1
-        if spins < SPINS:
-            relax()
-        else:
-            let_others_run()
+        spins = pause(spins)

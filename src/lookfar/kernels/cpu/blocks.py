@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from lookfar.core.addresses import floats_at
+from lookfar.core.atomics import take
 from lookfar.core.jit import jit
-from lookfar.kernels.cpu.barrier import take
 from lookfar.kernels.cpu.formats import panel_size
 from lookfar.kernels.cpu.layout import BLOCK, SIZES
 from lookfar.kernels.cpu.tiles import BFLOAT16, FLOAT16, UINT8, tile, tile_bfloat16, tile_float16, tile_uint8

@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from lookfar.kernels.cpu.llvm import BYTE, LONG, SHORT, instruction
+from lookfar.core.llvm import BYTE, LONG, SHORT, instruction
 from lookfar.kernels.cpu.vectors import (
     HAS_HALF,
     INTS,

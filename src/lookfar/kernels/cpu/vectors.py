@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import config as numba_config, types
 from numba.core.codegen import get_host_cpu_features
 
-from lookfar.kernels.cpu.llvm import BYTE, FLOAT, INT, IS_ARM, LONG, external, instruction
+from lookfar.core.llvm import BYTE, FLOAT, INT, IS_ARM, LONG, external, instruction
 
 LANES = 16
 # Of the processor that numba compiles for; NUMBA_CPU_FEATURES may name another one than this.

@@ -128,7 +128,7 @@ class CudaGraphRunner:
         return LayerOptions(FusedLinears(model, lambda: None, exact), compiled)
 
     def create_cache(self) -> SlotKVCache:
-        return SlotKVCache(sizing=self._size_cache if self._captures else exact_size)
+        return SlotKVCache(sizing=self._size_cache if self._captures else exact_size, leaves_gaps=True)
 
     def refresh(self, everything: bool = False) -> ModelChange:
         change = self.model.refresh(everything)
