@@ -266,7 +266,8 @@ def sampled() -> None:
     """Tokens per second of sampling in CUDA graphs and on the host."""
     lm = warm_demo()
     texts = prompts(lm, 4)
-    usual = graph_runner.SAMPLED_BYTES
+    runner = lm.engine.runner
+    usual = runner.sampled_bytes
     for sampling in (
         {"temperature": 0.7, "top_k": 0},
         {"temperature": 0.7, "top_k": 50},
@@ -276,12 +277,12 @@ def sampled() -> None:
             seconds: dict[str, list[float]] = {"graphs": [], "host": []}
             for _ in range(3):
                 for place in seconds:
-                    graph_runner.SAMPLED_BYTES = usual if place == "graphs" else 0
+                    runner.sampled_bytes = usual if place == "graphs" else 0
                     done = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **sampling)
                     if place == "graphs":  # the first run captures
                         done = run_all(lm, texts, 128, strategy=strategy, do_sample=True, seed=1, **sampling)
                     seconds[place].append(1 / rate(done))
-            graph_runner.SAMPLED_BYTES = usual
+            runner.sampled_bytes = usual
             rates = {place: 1 / median(times) for place, times in seconds.items()}
             report(sampling=sampling, strategy=strategy, **rates, ratio=rates["graphs"] / rates["host"])
 

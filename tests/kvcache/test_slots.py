@@ -86,6 +86,44 @@ def test_the_last_request_moves_into_the_gap() -> None:
     assert forward(cache, StepPlan([rows(two, 3, 1)]), [4]).tolist() == [[1, 2, 3, 4]]
 
 
+def test_gaps_are_filled_by_the_next_requests_and_closed_for_padded_steps() -> None:
+    cache = SlotKVCache(4, 8, leaves_gaps=True)
+    one, two, three, four = (cache.allocate()[0] for _ in range(4))
+    marks = [[10, 11], [20, 21], [30, 31], [40, 41]]
+    forward(cache, StepPlan([rows(kv, 0, 2) for kv in (one, two, three, four)]), *marks)
+    for kv in (one, two, three, four):
+        cache.commit(kv, 2)
+    cache.free(one)
+    cache.free(three)
+    assert (cache.order, cache.slot_of(two), cache.slot_of(four)) == ([two, four], 1, 3)
+    assert cache.has_room(8)
+    five, _ = cache.allocate()
+    assert (cache.order, cache.slot_of(five)) == ([five, two, four], 0)
+    view = forward(cache, StepPlan([rows(five, 0, 1), rows(two, 2, 1), rows(four, 2, 1)]), [50], [22], [42])
+    assert view[0, 0] == 50
+    assert view[1:, :3].tolist() == [[20, 21, 22], [40, 41, 42]]
+    assert [cache.slot_of(kv) for kv in cache.order] == [0, 1, 2]
+    cache.commit(two, 1)
+    cache.free(four)
+    cache.free(five)
+    assert cache.order == [two]
+    assert [cache.slot_of(cache.allocate()[0]) for _ in range(3)] == [0, 2, 3]
+    with pytest.raises(CapacityError):
+        cache.allocate()
+
+
+def test_a_gap_keeps_its_text_for_a_prompt_that_begins_like_it() -> None:
+    cache = SlotKVCache(3, 8, leaves_gaps=True)
+    one, two = (cache.allocate()[0] for _ in range(2))
+    forward(cache, StepPlan([rows(one, 0, 3), rows(two, 0, 1)]), [1, 2, 3], [9])
+    cache.commit(one, 3)
+    cache.commit(two, 1)
+    cache.free(one, [7, 8, 9])
+    again, reused = cache.allocate([7, 8, 5, 6])
+    assert (cache.slot_of(again), reused) == (0, 2)
+    assert forward(cache, StepPlan([rows(again, 2, 1), rows(two, 1, 1)]), [5], [9])[0, :3].tolist() == [1, 2, 5]
+
+
 def test_a_request_moves_with_the_moves_that_are_noted_for_it() -> None:
     cache, (one, two, three) = slots(3, 8)
     plan = StepPlan([rows(one, 0, 5), rows(two, 0, 5), rows(three, 0, 5)])

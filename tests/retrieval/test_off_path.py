@@ -14,6 +14,7 @@ from lookfar.retrieval.off_path import (
     TOKENS,
     merge_off_path,
     new_merge_room,
+    room_of,
 )
 
 # The model expects 10 or 11 after the last token. A draft tree holds 10, 11, and 20 behind 10.
@@ -24,7 +25,7 @@ TOP_LOGITS = np.log(np.array([[0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.8, 0.2]], n
 
 @jit
 def merge_tree(merged, tree, top, last):  # type: ignore[no-untyped-def]
-    merge_off_path(merged, tree, top, (1, last), new_merge_room(tree.shape[1]))
+    merge_off_path(merged, tree, top, (1, last), room_of(new_merge_room(tree.shape[1], 2), 1))
 
 
 def merge(last: int, tree: np.ndarray = TREE) -> np.ndarray:

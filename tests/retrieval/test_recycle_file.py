@@ -29,7 +29,7 @@ rows = st.lists(
 def learn(table: RecycleTable, first: int, before: int, token: int, k: int, start: int = 0) -> list[int]:
     ids = (np.arange(k, dtype=np.int32)[None] + start) % VOCAB
     logits = np.linspace(9, 1, k, dtype=np.float32)[None]
-    store_prediction(tuple(table.arrays), (first, before, token), (ids, logits), 0)
+    store_prediction(tuple(table.arrays), (first, before, token), (ids, logits), 0, (0, 1, table.arrays.clock[0]))
     return ids[0].tolist()  # type: ignore[no-any-return]
 
 

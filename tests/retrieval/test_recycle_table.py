@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from lookfar.core.decode_plan import DecodePlan, DecodingRequests
+from lookfar.core.host_team import HostTeam
+from lookfar.core.plan import RequestPlan
+from lookfar.core.tree import DraftTree, DraftTrees
 from lookfar.retrieval.recycle_table import (
     TOP_K,
     RecycleTable,
+    RunnerUps,
     find_pair,
     find_triple,
+    learn_rows,
     pair_slot,
     store_prediction,
 )
@@ -66,11 +72,38 @@ def test_triples_are_told_apart() -> None:
     table = RecycleTable(100, 1 << 10)
     top, logits = np.arange(TOP_K, dtype=np.int32)[None], np.linspace(5, 0, TOP_K, dtype=np.float32)[None]
     for first in range(5):
-        store_prediction(tuple(table.arrays), (first, 8, 9), (top + first, logits), 0)
-    store_prediction(tuple(table.arrays), (-1, 8, 9), (top + 50, logits), 0)  # the text begins with the pair
+        store_prediction(tuple(table.arrays), (first, 8, 9), (top + first, logits), 0, (0, 1, 1))
+    store_prediction(tuple(table.arrays), (-1, 8, 9), (top + 50, logits), 0, (0, 1, 1))  # the text begins with the pair
     for first in range(5):
         slot = find_triple(table.arrays.triple_keys, first, 8, 9)
         assert table.arrays.triple_ids[slot, 0] == first
     assert find_triple(table.arrays.triple_keys, 5, 8, 9) == -1
     assert find_triple(table.arrays.triple_keys, -1, 8, 9) == -1
     assert predicted_after(table, 8, 9) == 50
+
+
+def test_a_step_teaches_the_same_in_any_number_of_threads() -> None:
+    rng = np.random.default_rng(0)
+    team = HostTeam(3)
+    tables = [RecycleTable(90, 64) for _ in range(3)]  # small, so that rows collide
+    ups = [[RunnerUps() for _ in range(11)] for _ in tables]
+    requests = DecodingRequests([RequestPlan(np.zeros(1, np.int64), 5, kv, predict=kv % 2) for kv in range(11)])
+    for _ in range(5):
+        trees = [DraftTree.from_paths(rng.integers(0, 90, (kv % 4, 3)).tolist()) for kv in range(11)]
+        plan = DecodePlan(requests, rng.integers(0, 90, 11), np.full(11, 5), DraftTrees.of(trees))
+        starts = np.cumsum([0, *plan.lengths[:-1]])
+        last = [start + int(rng.integers(0, length)) for start, length in zip(starts, plan.lengths, strict=True)]
+        columns = [np.arange(11), starts, last, *rng.integers(-1, 90, (3, 11))]
+        about = np.array(columns, np.int64).T.copy()
+        top = np.argsort(rng.random((sum(plan.lengths), 90)), 1)[:, :8].astype(np.int32)
+        logits = -np.sort(-rng.normal(3, 2, top.shape), 1).astype(np.float32)
+        for table, own, parts in zip(tables, ups, (1, 3, 4), strict=True):
+            addresses = np.array([one.address for one in own])
+            learn_rows(tuple(table.arrays), tuple(plan.flat), about, (top, logits), addresses, (team.address, parts))
+    team.close()
+    for table, own in zip(tables[1:], ups[1:], strict=True):
+        for array, expected in zip(table.arrays, tables[0].arrays, strict=True):
+            assert np.array_equal(array, expected)
+        for one, alone in zip(own, ups[0], strict=True):
+            assert np.array_equal(one.tokens, alone.tokens)
+            assert np.array_equal(one.off_path, alone.off_path)

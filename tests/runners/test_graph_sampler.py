@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -74,15 +75,34 @@ def test_rows_find_the_noise_of_their_positions(crowded: bool) -> None:
             RequestPlan(np.zeros(1, np.int64), 4, sampler=samplers[3]),
         ]
     )
-    noise._is_crowded = crowded  # requests are asked one by one, and what they find is kept until it is read
+    if crowded:  # requests are asked one by one, and what they find is kept until it is read
+        noise._most = 50 * 4
     addresses = np.full(18, 77, np.int64)
     kept = set_noise_addresses(addresses, plan, width=50)
-    found = [int(address) for address in addresses]
-    of_row = lambda row, position: noise.at(position, row, 50).data_ptr()  # noqa: E731
-    expected = [0] * 3 + [0, *(of_row(1, 2 + depth) for depth in (0, *tree.depths.tolist()))] + [0] * 6
-    assert found == [*expected, of_row(3, 0), 0]
-    of_positions = {noise.at(position, 0, 50).data_ptr() for position in (0, 2, 3, 4, 5)}
-    assert {tensor.data_ptr() for tensor in kept} == (of_positions if crowded else set())
+    assert bool(kept) == crowded
+    drawn = SamplingNoise(4, torch.device("cpu"), torch.Generator().manual_seed(3))
+    of_rows = [(1, 2 + depth) for depth in (0, *tree.depths.tolist())]
+    expected = [None] * 4 + of_rows + [None] * 6 + [(3, 0), None]
+    for address, where in zip(addresses.tolist(), expected, strict=True):
+        assert (address == 0) == (where is None)
+        if where is not None:
+            found = np.ctypeslib.as_array((ctypes.c_float * 50).from_address(address))
+            assert found.tolist() == drawn.at(where[1], where[0], 50).tolist()
+
+
+def test_requests_of_several_calls_find_their_noise_together() -> None:
+    """As in a server, where every request is a call of its own; one call has several requests, at other positions."""
+    noises = [SamplingNoise(2, torch.device("cpu"), torch.Generator().manual_seed(seed)) for seed in range(3)]
+    streams = [RandomStream(noises[0], 1), RandomStream(noises[1], 0), RandomStream(noises[0], 0)]
+    samplers = [Sampler(SamplingParams(random=stream), []) for stream in streams]
+    samplers[2].append([1, 2, 3])
+    plan = StepPlan([RequestPlan(np.zeros(1, np.int64), 4, sampler=sampler) for sampler in samplers])
+    for _ in range(300):  # more positions than there is room for at first
+        addresses = np.zeros(3, np.int64)
+        assert not set_noise_addresses(addresses, plan, width=7)
+        for address, stream, sampler in zip(addresses.tolist(), streams, samplers, strict=True):
+            assert address == stream.at(sampler.num_emitted, 7).data_ptr()
+            sampler.append([5])
 
 
 def test_sampled_tokens_are_taken_for_requests_that_sample() -> None:

@@ -56,8 +56,8 @@ def test_requests_at_different_positions_share_what_is_drawn(monkeypatch: pytest
     monkeypatch.setattr(lookfar.sampling.noise, "KEPT_BYTES", slots * length * width * 4)
     noise = SamplingNoise(batch, CPU, torch.Generator().manual_seed(1))
     drawn: list[int] = []
-    draw = noise._draw
-    monkeypatch.setattr(noise, "_draw", lambda position: drawn.append(position) or draw(position))
+    draw = noise.draw
+    monkeypatch.setattr(noise, "draw", lambda position: drawn.append(position) or draw(position))
     torch.manual_seed(1)
     expected = [torch.empty(batch, width).exponential_() for _ in range(length)]
     waiting, running = list(range(batch)), dict[int, int]()

@@ -224,6 +224,12 @@ def present_team(pieces: int) -> Team:
     return (team.address, min(pieces, team.size)) if team.size > 1 else ALONE
 
 
+def wake_helpers() -> None:
+    """Have the helpers of this thread look for work: called some time before there is any, since waking takes long."""
+    if _present.shares and _team is not None and _team.size > 1:
+        wake(_team.address)
+
+
 @contextmanager
 def sharing_work(shares: bool = True) -> Iterator[None]:
     """Let helpers share the compiled work of this thread."""

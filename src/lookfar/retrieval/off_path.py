@@ -23,6 +23,7 @@ MASS_BOUNDS: Floats = np.array([0.05, 0.3], np.float32)
 SHARE_BOUNDS: Floats = np.array([0.7, 0.45, 0.28, 0.17, 0.1, 0.06, 0.035, 0.02, 0.01], np.float32)
 LEAST = np.float32(1e-3)  # probability of a path, and of a token behind it, to be merged
 TOKENS, KINDS = range(2)  # of merged predictions: tokens, and 1 + mass * CLASSES + class; 0 for none
+LINE = 16  # numbers of four bytes on a cache line
 ROOM = 128  # different tokens that are merged for a position
 
 
@@ -31,23 +32,30 @@ class MergeRoom(NamedTuple):
 
     tokens: Int32s  # [positions, ROOM]
     scores: Floats
-    sizes: Int32s  # [positions]
-    masses: Floats  # [positions]
-    paths: Floats  # [nodes of a tree]
-    totals: Floats  # [1 + nodes]
+    sizes: Int32s  # [positions or more]
+    masses: Floats  # [positions or more]
+    paths: Floats  # [nodes of a tree or more]
+    totals: Floats  # [1 + nodes or more]
 
 
 @inline_jit
-def new_merge_room(nodes):  # type: ignore[no-untyped-def]
-    """Return room for trees of at most so many nodes."""
+def new_merge_room(nodes, parts):  # type: ignore[no-untyped-def]
+    """Return room for trees of at most so many nodes in every part of the work, on cache lines of their own."""
     return MergeRoom(
-        np.empty((POSITIONS, ROOM), np.int32),
-        np.empty((POSITIONS, ROOM), np.float32),
-        np.zeros(POSITIONS, np.int32),
-        np.zeros(POSITIONS, np.float32),
-        np.empty(nodes, np.float32),
-        np.empty(nodes + 1, np.float32),
+        np.empty((parts, POSITIONS, ROOM), np.int32),
+        np.empty((parts, POSITIONS, ROOM), np.float32),
+        np.zeros((parts, POSITIONS + 2 * LINE), np.int32),
+        np.zeros((parts, POSITIONS + 2 * LINE), np.float32),
+        np.empty((parts, nodes + 2 * LINE), np.float32),
+        np.empty((parts, nodes + 2 * LINE), np.float32),
     )
+
+
+@inline_jit
+def room_of(room, part):  # type: ignore[no-untyped-def]
+    """Return the room of one part."""
+    tokens, scores, sizes, masses, paths, totals = room
+    return MergeRoom(tokens[part], scores[part], sizes[part], masses[part], paths[part], totals[part])
 
 
 @inline_jit

@@ -8,10 +8,12 @@ import numpy as np
 
 from lookfar.core.addresses import address_of, floats_at, ints_at, longs_at
 from lookfar.core.arrays import Floats, Int32s, Ints
+from lookfar.core.host_team import job_of, present_team, run_parts
 from lookfar.core.jit import borrowing_jit, inline_jit, jit
 from lookfar.core.plan import COMPLETE, FIRST_NODE, FIRST_PENDING, NUM_NODES, NUM_PENDING, PREDICT, FlatPlan
-from lookfar.retrieval.off_path import PER_POSITION, POSITIONS, merge_off_path, new_merge_room
+from lookfar.retrieval.off_path import PER_POSITION, POSITIONS, merge_off_path, new_merge_room, room_of
 
+ROWS_EACH = 16  # rows of a step that a thread learns from at the least
 TOP_K = 8  # predictions kept for each token and pair
 NO_CONTEXT = -1  # the time of predictions after a token alone, from the prior
 SAMPLED_TOP_K = 24  # the same for sampled texts, where the sampling noise says which of them to draft
@@ -82,7 +84,8 @@ class RecycleTable:
         `about` says which ones and where their rows are (`BatchOutcome`). `runner_ups` are the addresses of their
         runner-ups, which are set.
         """
-        learn_rows(tuple(self.arrays), tuple(plan), about, top, runner_ups)
+        team = present_team(plan.nodes.shape[1] // ROWS_EACH)
+        learn_rows(tuple(self.arrays), tuple(plan), about, top, runner_ups, team)
 
 
 class RunnerUps:
@@ -147,42 +150,49 @@ def find_triple(keys, first, before, last):  # type: ignore[no-untyped-def]
 
 
 @inline_jit
-def store_prediction(arrays, path, top, row):  # type: ignore[no-untyped-def]
-    """Fill the rows of the last token, pair and triple of `path`; -1 ends a row, what lies behind it is never read."""
+def store_prediction(arrays, path, top, row, share):  # type: ignore[no-untyped-def]
+    """Fill the rows of the last token, pair and triple of `path`; -1 ends a row, what lies behind it is never read.
+
+    `share` is a part of the tables, the number of parts, a power of two, and the time: other parts are left alone.
+    """
     token_ids, token_logits, pair_keys, pair_ids, pair_logits = arrays[:5]
     triple_keys, triple_ids, triple_logits, times = arrays[5:9]
     first, before, token = path
-    top_ids, top_logits = top
-    k, now = top_ids.shape[1], arrays[10][0]
+    part, parts, now = share
+    k, others = top[0].shape[1], parts - 1
     if 0 <= token < len(token_ids):
-        times[token] = now
-        for j in range(k):
-            token_ids[token, j], token_logits[token, j] = top_ids[row, j], top_logits[row, j]
-        if k < token_ids.shape[1]:
-            token_ids[token, k] = -1
+        if token & others == part:
+            times[token] = now
+            fill_row(token_ids[token], token_logits[token], top, row, k)
         if before >= 0:
             slot = pair_slot(before, token, len(pair_keys))
-            pair_keys[slot] = (np.int64(before) << 32) | token
-            times[len(token_ids) + slot] = now
-            for j in range(k):
-                pair_ids[slot, j], pair_logits[slot, j] = top_ids[row, j], top_logits[row, j]
-            if k < token_ids.shape[1]:
-                pair_ids[slot, k] = -1
+            if slot & others == part:
+                pair_keys[slot] = (np.int64(before) << 32) | token
+                times[len(token_ids) + slot] = now
+                fill_row(pair_ids[slot], pair_logits[slot], top, row, k)
             if first >= 0:
                 key = triple_key(first, before, token)
                 slot = key & (len(triple_keys) - 1)
-                triple_keys[slot] = key
-                times[len(token_ids) + len(pair_keys) + slot] = now
-                for j in range(k):
-                    triple_ids[slot, j], triple_logits[slot, j] = top_ids[row, j], top_logits[row, j]
-                if k < token_ids.shape[1]:
-                    triple_ids[slot, k] = -1
+                if slot & others == part:
+                    triple_keys[slot] = key
+                    times[len(token_ids) + len(pair_keys) + slot] = now
+                    fill_row(triple_ids[slot], triple_logits[slot], top, row, k)
+
+
+@inline_jit
+def fill_row(ids, logits, top, row, k):  # type: ignore[no-untyped-def]
+    top_ids, top_logits = top
+    for j in range(k):
+        ids[j], logits[j] = top_ids[row, j], top_logits[row, j]
+    if k < len(ids):
+        ids[k] = -1
 
 
 @jit
 def store_predictions(arrays, before, tokens, top_ids, top_logits):  # type: ignore[no-untyped-def]
     for i in range(len(tokens)):
-        store_prediction(arrays, (-1, before[i], tokens[i]), (top_ids, top_logits), i)
+        share = 0, 1, arrays[10][0]
+        store_prediction(arrays, (-1, before[i], tokens[i]), (top_ids, top_logits), i, share)
 
 
 @inline_jit
@@ -195,29 +205,51 @@ def mark_token(arrays, token):  # type: ignore[no-untyped-def]
 
 
 @jit
-def learn_rows(arrays, plan, about, top, runner_ups):  # type: ignore[no-untyped-def]
-    """Store the predictions after all rows of some requests, windows excepted, and set their runner-ups."""
-    learn_requests(arrays, plan, about, top, runner_ups, new_merge_room(plan[2].shape[1]))
+def learn_rows(arrays, plan, about, top, runner_ups, team):  # type: ignore[no-untyped-def]
+    """Store the predictions after all rows of some requests, windows excepted, and set their runner-ups.
+
+    Each thread of a team goes through all rows and fills a part of the tables, so they end as if one had filled them.
+    """
+    threads, parts = team
+    while parts & (parts - 1):  # not a power of two
+        parts -= 1
+    room = new_merge_room(plan[2].shape[1], parts)
+    data = arrays, plan, (about, top, runner_ups, arrays[10][0]), room
+    run_parts(threads, parts, job_of(learn_part, data))
+    for i in range(len(about)):
+        own = plan[0][about[i, 0]]
+        arrays[10][0] += 1 if num_predicted(own) + own[NUM_NODES] else 0
+
+
+@inline_jit
+def num_predicted(own):  # type: ignore[no-untyped-def]
+    """Return for how many of the last pending rows of a request predictions are learned."""
+    return max(own[PREDICT], 1) if own[COMPLETE] else own[PREDICT]
 
 
 @borrowing_jit
-def learn_requests(arrays, plan, about, top, runner_ups, room):  # type: ignore[no-untyped-def]
+def learn_part(data, part):  # type: ignore[no-untyped-def]
+    """Fill a part of the tables, and set the runner-ups of some requests; the first part also marks tokens."""
+    arrays, plan, (about, top, runner_ups, now), room = data
     all_about, pending, nodes = plan
     top_ids, top_logits = top
+    parts, own_room = len(room.tokens), room_of(room, part)
     for i in range(len(about)):
         place, start, last, emitted, before, first = about[i]
         own = all_about[place]
-        predict = max(own[PREDICT], 1) if own[COMPLETE] else own[PREDICT]
+        predict = num_predicted(own)
         if predict + own[NUM_NODES] == 0:
             continue
-        arrays[10][0] += 1
+        now += 1
+        share = part, parts, np.int32(now)
         tokens = pending[own[FIRST_PENDING] : own[FIRST_PENDING] + own[NUM_PENDING]]
         for row in range(len(tokens)):
             previous = tokens[row - 1] if row else before
             earlier = tokens[row - 2] if row > 1 else before if row else first
             if row >= len(tokens) - predict:
-                store_prediction(arrays, (earlier, previous, tokens[row]), top, start + row)
-            mark_token(arrays, tokens[row])
+                store_prediction(arrays, (earlier, previous, tokens[row]), top, start + row, share)
+            if part == 0:
+                mark_token(arrays, tokens[row])
         before = tokens[-2] if len(tokens) > 1 else before
         for node in range(own[FIRST_NODE], own[FIRST_NODE] + own[NUM_NODES]):
             parent = nodes[1, node]
@@ -226,15 +258,16 @@ def learn_requests(arrays, plan, about, top, runner_ups, room):  # type: ignore[
                 previous, above = nodes[0, own[FIRST_NODE] + parent], nodes[1, own[FIRST_NODE] + parent]
                 earlier = nodes[0, own[FIRST_NODE] + above] if above >= 0 else tokens[-1]
             row = start + len(tokens) + node - own[FIRST_NODE]
-            store_prediction(arrays, (earlier, previous, nodes[0, node]), top, row)
-        node = last - start - len(tokens)
+            store_prediction(arrays, (earlier, previous, nodes[0, node]), top, row, share)
+        node = last - start - len(tokens) if part == 0 else -1
         while node >= 0:
             mark_token(arrays, nodes[0, own[FIRST_NODE] + node])
             node = nodes[1, own[FIRST_NODE] + node]
-        set_runner_ups(runner_ups[i], top_ids[last], top_logits[last], emitted)
-        off_path = ints_at(longs_at(runner_ups[i], 3)[2], (2, POSITIONS, PER_POSITION))
-        tree = nodes[:, own[FIRST_NODE] : own[FIRST_NODE] + own[NUM_NODES]]
-        merge_off_path(off_path, tree, top, (start + len(tokens), last - start - len(tokens)), room)
+        if i % parts == part:
+            set_runner_ups(runner_ups[i], top_ids[last], top_logits[last], emitted)
+            off_path = ints_at(longs_at(runner_ups[i], 3)[2], (2, POSITIONS, PER_POSITION))
+            tree = nodes[:, own[FIRST_NODE] : own[FIRST_NODE] + own[NUM_NODES]]
+            merge_off_path(off_path, tree, top, (start + len(tokens), last - start - len(tokens)), own_room)
 
 
 @jit

@@ -15,14 +15,14 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from lookfar.core.arrays import Floats, Ints
-from lookfar.core.jit import jit
+from lookfar.core.arrays import Floats
 from lookfar.core.locks import fork_safe_lock
+from lookfar.sampling.noise_addresses import NoiseAddresses
 from lookfar.sampling.noise_draws import NoiseDraws
 
 # Noise that is kept for requests that lag behind; dropped noise is drawn again when needed. The requests of a batch are
-# soon a hundred positions apart, so on a GPU it may be more, as a share of its memory.
-KEPT_BYTES, KEPT_SHARE = 256 << 20, 0.02
+# soon a hundred positions apart, so on a GPU it may be more, as a share of its free memory.
+KEPT_BYTES, KEPT_SHARE = 256 << 20, 0.1
 LOOK_AHEAD = 8  # positions that drafts are ranked for; as many behind them are prefetched while a GPU works
 LOOK_AHEAD_BYTES = 64 << 20
 MAX_COPIED = 4  # requests whose noise is copied from a GPU
@@ -66,8 +66,8 @@ class SamplingNoise:
         self._states: list[torch.Tensor] = []  # of the generator before each position
         self._kept: OrderedDict[int, KeptNoise] = OrderedDict()  # by position, least recently used first
         self._most = max_kept(self.device)
-        self._is_crowded = False  # whether noise had to be dropped that is needed again, perhaps
-        self._addresses: Ints = np.zeros(256, np.int64)  # by position, of the noise of all requests; 0: not kept
+        self._kept_bytes = 0
+        self.addresses = NoiseAddresses(batch)
         self._heads = [0] * batch  # the next position of each request
         self._begun = [False] * batch  # whether a request has asked for noise, or still waits for its turn
         self._first_head, self._num_first = 0, batch  # the least of them, and how many requests are there
@@ -98,7 +98,7 @@ class SamplingNoise:
         self.start()
         steps = self._used if steps is None else steps
         while len(self._states) <= steps:
-            self._draw(len(self._states) - 1)
+            self.draw(len(self._states) - 1)
         with _borrowing:
             if _borrowed.get(id(self.source)) is self:
                 if torch.equal(self.source.get_state(), self._states[0]):  # otherwise it was seeded or used meanwhile
@@ -111,31 +111,19 @@ class SamplingNoise:
         self._used = max(self._used, position + 1)
         return self._noise_of(position, row)
 
-    def addresses(self, row: int, positions: range, width: int) -> tuple[list[int], list[torch.Tensor]]:
+    def find(self, row: int, positions: range, width: int) -> tuple[list[int], list[torch.Tensor]]:
         """Return where the noise for some positions of one request lies, and what has to be kept until it is read."""
         self.width = width
         self._used = max(self._used, positions.stop)
         found = [self._find(position, row) for position in positions]
         return [kept.address + kept.places[row] * kept.row_bytes for kept in found], [kept.noise for kept in found]
 
-    def set_addresses(self, by_depth: Ints, requests: tuple[Ints, Ints, Ints], deepest: Ints, width: int) -> bool:
-        """Set where the noise of several requests lies, from their next positions on: those up to the `deepest`.
-
-        `requests` are the rows of `by_depth`, the rows of the noise, and the next positions. False if not all of it is
-        kept for all requests; then `addresses` finds it for one request after the other.
-        """
-        places, rows, positions = requests
-        end = int((positions + deepest[places]).max()) + 1
-        self.width, self._used = width, max(self._used, end)
-        self._reach(end)
-        for row in rows.tolist():
-            self._begun[row] = True
-        while not self._is_crowded:
-            missing = read_addresses(by_depth, requests, deepest, self._addresses, 4 * width)
-            if missing < 0:
-                return True
-            self._draw(missing)
-        return False
+    def use(self, row: int, end: int, width: int) -> None:
+        """Note that a request needs its noise at its next positions, before `end`."""
+        self.width = width
+        self._used = max(self._used, end)
+        self._begun[row] = True
+        self.addresses.reach(end)
 
     def advance(self, row: int, position: int) -> None:
         """Note that a request is at `position` now; noise that no request needs any more is dropped."""
@@ -197,11 +185,11 @@ class SamplingNoise:
         self._begun[row] = True
         kept = self._kept.get(position)
         if kept is None or row not in kept.places:
-            kept = self._draw(position)
+            kept = self.draw(position)
         self._kept.move_to_end(position)
         return kept
 
-    def _draw(self, position: int) -> KeptNoise:
+    def draw(self, position: int) -> KeptNoise:
         """Draw the noise of all requests at a position, after that of positions before it where it is new."""
         self.start()
         while True:
@@ -219,18 +207,14 @@ class SamplingNoise:
                 return self._kept[position]
 
     def _keep(self, position: int, kept: KeptNoise) -> None:
+        before = self._kept.get(position)
+        self._kept_bytes += kept.noise.nbytes - (before.noise.nbytes if before is not None else 0)
         self._kept[position] = kept
-        self._reach(position + 1)
-        self._addresses[position] = kept.address if isinstance(kept.places, range) else 0
+        self.addresses.set(position, kept.address, kept.places)
 
-    def _reach(self, end: int) -> None:
-        """Have room for the addresses of all positions before `end`: compiled code does not check it."""
-        if end > len(self._addresses):
-            self._addresses = np.append(self._addresses, np.zeros(end, np.int64))
-
-    def _drop(self, position: int) -> KeptNoise:
-        self._addresses[position] = 0
-        return self._kept.pop(position)
+    def _drop(self, position: int) -> None:
+        self._kept_bytes -= self._kept.pop(position).noise.nbytes
+        self.addresses.drop(position)
 
     def _make_room(self, position: int) -> None:
         """Keep no more noise than allowed, that of `position` in any case.
@@ -238,41 +222,25 @@ class SamplingNoise:
         Requests that wait for their turn need the noise of all positions, which is too much for a large call, so theirs
         is dropped first. Running requests are at different positions: one drawing serves all that have it before them.
         """
-        excess = sum(kept.noise.nbytes for kept in self._kept.values()) - self._most
-        if excess > 0:
-            self._is_crowded = True
-            self._kept.move_to_end(position)
+        if self._kept_bytes <= self._most:
+            return
+        self._kept.move_to_end(position)
         for place, kept in list(self._kept.items()):
-            if excess <= 0:
+            if self._kept_bytes <= self._most:
                 return
             rows = [row for row in kept.places if self._begun[row] and self._heads[row] <= place]
             if len(rows) < len(kept.noise):
                 fewer = kept.noise[[kept.places[row] for row in rows]]
                 self._keep(place, KeptNoise.of(fewer[None], 0, {row: at for at, row in enumerate(rows)}))
-                excess -= kept.noise.nbytes - fewer.nbytes
-        while excess > 0 and len(self._kept) > 1:
-            excess -= self._drop(next(iter(self._kept))).noise.nbytes
-
-
-@jit
-def read_addresses(by_depth, requests, deepest, addresses, row_bytes):  # type: ignore[no-untyped-def]
-    """Set the addresses of the noise of requests; return the first position whose noise is not kept, -1 for none."""
-    places, rows, positions = requests
-    for i in range(len(places)):
-        place = places[i]
-        for depth in range(deepest[place] + 1):
-            address = addresses[positions[i] + depth]
-            if address == 0:
-                return positions[i] + depth
-            by_depth[place, depth] = address + rows[i] * row_bytes
-    return np.int64(-1)
+        while self._kept_bytes > self._most and len(self._kept) > 1:
+            self._drop(next(iter(self._kept)))
 
 
 def max_kept(device: torch.device) -> int:
     """Return the bytes of noise that one call may keep."""
     if device.type != "cuda":
         return KEPT_BYTES
-    return max(KEPT_BYTES, int(KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory))
+    return max(KEPT_BYTES, int(KEPT_SHARE * torch.cuda.mem_get_info(device)[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +254,7 @@ class RandomStream:
         return self.noise.at(position, self.row, width)
 
     def addresses(self, positions: range, width: int) -> tuple[list[int], list[torch.Tensor]]:
-        return self.noise.addresses(self.row, positions, width)
+        return self.noise.find(self.row, positions, width)
 
     def advance(self, position: int) -> None:
         self.noise.advance(self.row, position)

@@ -12,7 +12,7 @@ import torch
 
 from lookfar.core.locks import fork_safe_lock
 
-AHEAD = 8  # positions that are drawn at once
+AHEAD = 32  # positions that are drawn at once
 AHEAD_BYTES = 16 << 20  # as far as they fit: in a large batch, one position serves many requests
 MAX_GRAPHS = 8  # that are kept, each with its buffer
 PHILOX_BYTES = 16  # of the state of a GPU's generator: its seed, and how far it has come

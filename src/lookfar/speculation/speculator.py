@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lookfar.core.decode_plan import DecodePlan
+from lookfar.core.host_team import wake_helpers
 from lookfar.core.plan import RequestPlan, RunnerLimits, StepPlan
 from lookfar.retrieval.recycle_table import SAMPLED_TOP_K, TOP_K
 from lookfar.speculation.batch_facts import BatchFacts
@@ -35,6 +36,7 @@ class StepRecord:
     plan: StepPlan | None = None
     walks: Walks[Any] = field(default_factory=Walks)
     result: StepChoices | None = None  # set when the step is done
+    seconds: float = 0.0  # from its beginning to that of the next one
 
     @property
     def kind(self) -> str:
@@ -80,6 +82,7 @@ class Speculator:
         self._remembered: Mapping[str, Experience] = {}  # of earlier processes
         self._step: StepRecord | None = None  # the one that was planned last
         self._unlearned: list[StepRecord] = []
+        self._unrated: list[StepRecord] = []  # that the controller has not been told about
         self._known_prices: dict[str, Prices] = {}  # by the kind of step
         self._drafting = Drafting([], [])  # of the last step that speculated
         self._facts = BatchFacts([])  # of the last step
@@ -99,7 +102,9 @@ class Speculator:
 
     def plan(self, batch: Batch, limits: RunnerLimits) -> StepPlan:
         """Plan the next forward pass of a batch."""
-        self._learn_rate(batch.started)
+        if self._step is not None:  # outputs were delivered until now
+            self._step.seconds = batch.started - self._step.batch.started
+            self._unrated.append(self._step)
         self._step = step = self._decide(batch)
         if limits.recurrent and not step.prefills and not step.speculates:
             batch.catch_up()
@@ -200,6 +205,11 @@ class Speculator:
         unlearned, self._unlearned = self._unlearned, []
         for step in unlearned:
             self._learn_from(step)
+        unrated, self._unrated = self._unrated, []
+        for step in unrated:
+            self._learn_rate(step)
+        if self._step is not None and self._step.speculates and len(self._step.batch.requests) > 1:
+            wake_helpers()  # for the next plan
 
     def settle(self) -> None:
         """Finish learning, and keep nothing of the requests of the last step: called when there is time."""
@@ -221,20 +231,16 @@ class Speculator:
         if self.costs is not None and not step.prefills and step.result.is_warm:
             self.costs.refine(step.result.num_rows, step.result.seconds, step.kind)
 
-    def _learn_rate(self, now: float) -> None:
-        """Tell the controller about the last step, unless it prefilled, failed, or captured a graph.
-
-        Its time is that until `now`, when the next one begins: outputs are delivered in between.
-        """
-        step, self._step = self._step, None
-        if step is None or step.controller is None or step.prefills or step.result is None or not step.result.is_warm:
+    def _learn_rate(self, step: StepRecord) -> None:
+        """Tell the controller about a step, unless it prefilled, failed, or captured a graph."""
+        if step.controller is None or step.prefills or step.result is None or not step.result.is_warm:
             return
         assert self.costs is not None
         cost = float(self.costs.table(step.result.num_rows)[step.result.num_rows])
         drafted = step.plan is not None and sum(step.plan.lengths) > sum(step.plan.num_pending)
         # For each request, because steps of one kind differ in their number of requests.
         tokens = step.weighted_tokens / len(step.batch.requests)
-        step.controller.learn(step.speculates, tokens, now - step.batch.started, cost, drafted)
+        step.controller.learn(step.speculates, tokens, step.seconds, cost, drafted)
         if step.speculates and step.plan is not None:
             step.controller.host.learn(sum(step.plan.lengths), step.batch.host_seconds)
 

@@ -19,6 +19,7 @@ from lookfar.core.plan import FIRST_NODE, NUM_NODES, NUM_PENDING, NUM_WINDOW, St
 from lookfar.core.tree import DEPTH
 from lookfar.kernels.sampling import sample
 from lookfar.runners.cuda_graph.capture import capture_graph
+from lookfar.sampling.noise_addresses import set_addresses
 from lookfar.sampling.sampler import process_rows
 
 WORTH_CAPTURING = 16  # uses of a sampler before it is captured, which takes some milliseconds
@@ -34,26 +35,13 @@ def set_noise_addresses(addresses: Ints, plan: StepPlan, width: int) -> list[tor
     deepest = deepest_nodes(about, nodes[DEPTH])
     by_depth: Ints = np.zeros((len(about), 1 + int(deepest.max())), np.int64)
     kept: list[torch.Tensor] = []
-    if not _set_together(by_depth, plan, deepest, width):
+    if not set_addresses(by_depth, plan.samplers, deepest, width):
         for place, sampler in plan.samplers.items():
             found, noise = sampler.noise_addresses(int(deepest[place]), width)
             by_depth[place, : len(found)] = found
             kept += noise
     spread_by_depth(addresses, about, nodes[DEPTH], by_depth)
     return kept
-
-
-def _set_together(by_depth: Ints, plan: StepPlan, deepest: Ints, width: int) -> bool:
-    """Set the addresses of requests of one call, whose noise is kept; False if it has to be done one by one."""
-    samplers = plan.samplers.values()
-    noises = {sampler.random.noise for sampler in samplers}
-    if len(noises) != 1:
-        return False
-    rows = np.array([sampler.random.row for sampler in samplers])
-    positions = np.array([sampler.num_emitted for sampler in samplers])
-    requests = np.array(list(plan.samplers)), rows, positions
-    found: bool = noises.pop().set_addresses(by_depth, requests, deepest, width)
-    return found
 
 
 @jit

@@ -10,6 +10,8 @@ from lookfar.errors import CapacityError
 
 MIN_LENGTH = 1024  # positions of a slot
 FREE_SHARE = 0.5  # of the free memory may be taken without need; growing later means capturing again
+# Scores that are sampled on the device: a number of bytes, or a share of its memory, for a few copies of them.
+SAMPLED_BYTES, SAMPLED_SHARE = 64 << 20, 0.001
 GIB = 1 << 30
 
 
@@ -40,3 +42,13 @@ class MemoryBudget:
                 f"{left / GIB:.1f} GiB are free: lower max_batch, max_length or max_new_tokens."
             )
         return slots, length
+
+
+def sampled_bytes(device: torch.device) -> int:
+    """Return how large the scores of a step may be that are sampled on the device, whole rows at once.
+
+    Those of larger steps are sampled row by row, as they are needed.
+    """
+    if device.type != "cuda":
+        return SAMPLED_BYTES
+    return max(SAMPLED_BYTES, int(SAMPLED_SHARE * torch.cuda.get_device_properties(device).total_memory))

@@ -29,7 +29,7 @@ from lookfar.runners.cuda_graph.compiled_layers import CompiledLayers, computes_
 from lookfar.runners.cuda_graph.fused_linear import FusedLinears
 from lookfar.runners.cuda_graph.graph_sampler import GraphSampler
 from lookfar.runners.cuda_graph.graph_step import GraphStep, LayerOptions, PendingGraphStep
-from lookfar.runners.cuda_graph.memory import MemoryBudget, free_memory
+from lookfar.runners.cuda_graph.memory import MemoryBudget, free_memory, sampled_bytes
 from lookfar.runners.cuda_graph.self_check import CAPACITY, rows_are_independent, run_flat
 from lookfar.runners.eager import EagerRunner
 
@@ -40,7 +40,6 @@ COMPILED_ROWS = 16  # rows of the step for which layers are compiled first; the 
 MOVED = "The model's weights were moved while this request was running: send it again."
 CHECKED = (1, 16, 64, SIZES[-1])  # rows of the steps that are compared at load; every graph is, when it is captured
 DEPENDENT = "the bits of a row depend on the other rows"
-SAMPLED_BYTES = 64 << 20  # larger scores are sampled by the host, row by row as needed
 
 
 class CudaGraphRunner:
@@ -59,6 +58,7 @@ class CudaGraphRunner:
         self.layers = self._layer_options()
         self.position_bytes = 0  # of one KV position in all layers
         self._captures = model.device.type == "cuda"
+        self.sampled_bytes = sampled_bytes(model.device)
         self._works = True
         self._embedding = model.model.get_input_embeddings().weight
         self._address = self._embedding.data_ptr()
@@ -206,7 +206,7 @@ class CudaGraphRunner:
         if len({sampler.fingerprint for sampler in samplers}) != 1 or samplers[0].fingerprint is None:
             return None
         elsewhere = any(sampler.device != self.model.device for sampler in samplers)
-        if elsewhere or 4 * step.rows * self.model.vocab_size > SAMPLED_BYTES:
+        if elsewhere or 4 * step.rows * self.model.vocab_size > self.sampled_bytes:
             return None
         return step.sampler_for(k, samplers[0], self._pool)
 
