@@ -1,8 +1,8 @@
 """The workspace of a build of draft trees, and the parts into which it is divided for several threads.
 
 Each part grows the trees of some requests from a heap of its own and picks candidates, best first. The picks of all
-parts are then merged: first every part may pick its fair share, and those whose next candidate may still be among the
-best of all go on. So the result is that of one heap for all requests.
+parts are then merged: first every part may pick its fair share, as far as it seems to pay, and those whose next
+candidate is among the best of all go on. So the result is that of one heap for all requests.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ class Workspace(NamedTuple):
 class Parts(NamedTuple):
     """The requests of a build in parts, which grow at the same time, and what each part has picked so far."""
 
+    # By the number of picks of a part, a value below which its next candidate is not expected to be chosen: as if the
+    # other parts had as many.
+    bounds: Floats
     state: Int32s  # [parts, columns below]
     heaps: Int32s  # [parts, room for nodes]
     picked: Int32s  # [parts, max_nodes] nodes, best first
@@ -74,7 +77,16 @@ def new_workspace(sources, weights, limits, count):  # type: ignore[no-untyped-d
         state[part, NEXT_ROOT], state[part, END_ROOT] = part * batch // count, (part + 1) * batch // count
         state[part, NEXT_NODE], state[part, MOST] = batch + part * room, -(-most // count)
     heaps, picked = np.empty((count, room), np.int32), np.empty((count, most), np.int32)
-    return work, Parts(state, heaps, picked, np.zeros(batch, np.int32))
+    return work, Parts(bounds_of(limits, count), state, heaps, picked, np.zeros(batch, np.int32))
+
+
+@jit
+def bounds_of(limits, count):  # type: ignore[no-untyped-def]
+    least_scores = limits.least_scores
+    bounds = np.zeros(1 + (len(least_scores) - 1) // count, np.float32)
+    for chosen in range(len(least_scores)):
+        bounds[chosen // count] = max(bounds[chosen // count], least_scores[chosen])
+    return bounds
 
 
 @jit
@@ -97,20 +109,21 @@ def merge(values, parts, limits, chosen):  # type: ignore[no-untyped-def]
 
 
 @jit
-def may_go_on(values, parts, limits, floor, last):  # type: ignore[no-untyped-def]
-    """Let parts go on to candidates that may be among the best of all; returns whether there may be any.
+def go_on(values, parts, limits, floor, found):  # type: ignore[no-untyped-def]
+    """Let parts go on to candidates that would be chosen now; returns whether there are any.
 
-    `last` is the last one that was chosen if no more may be chosen, -1 otherwise.
+    `found` are the number of chosen candidates and the last one of them.
     """
-    if last >= 0:
-        floor[0] = values[last]
-    goes_on, least_scores = False, limits.least_scores
+    (picks, last), least_scores, heaps = found, limits.least_scores, parts.heaps
+    least = least_scores[min(picks, len(least_scores) - 1)] if picks < limits.max_nodes else values[last]
+    floor[0] = min(least, values[last]) if picks else least
+    parts.state[:, MOST], parts.bounds[:] = limits.max_nodes, 0.0
+    goes_on = False
     for part in range(len(parts.state)):
-        state, heap = parts.state[part], parts.heaps[part]
-        if state[HEAP_SIZE] and state[PICKS] < limits.max_nodes and values[heap[0]] > floor[0]:
-            goes_on = goes_on or values[heap[0]] >= least_scores[min(state[PICKS], len(least_scores) - 1)]
-    if goes_on:
-        parts.state[:, MOST] = limits.max_nodes
+        state = parts.state[part]
+        if state[HEAP_SIZE] and state[PICKS] < limits.max_nodes:
+            value = values[heaps[part, 0]]
+            goes_on = goes_on or value > floor[0] or (value == floor[0] and picks < limits.max_nodes)
     return goes_on
 
 

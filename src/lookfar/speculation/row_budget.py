@@ -25,8 +25,8 @@ MAX_ROWS = 512
 ANY_NUMBER = 1 << 30
 ANY_SCORE: Floats = np.zeros(1, np.float32)
 # An automatic budget ignores candidates below an acceptance probability between these, by the least cost of a row.
-MIN_AUTO_SCORE, MAX_MIN_SCORE = np.float32(0.002), np.float32(0.1)
-CAUTION = 0.5  # estimates may be too low by this factor
+MIN_AUTO_SCORE, MAX_MIN_SCORE = np.float32(0.002), np.float32(0.25)
+CAUTION = 0.7  # estimates may be too low by this factor
 RATE = 0.25  # how fast the expected rate follows the last steps
 MAX_USES = 16  # of a table of costs, until it follows what was learned
 
@@ -173,7 +173,7 @@ class RowBudget:
         if self.kind != "auto":
             return ANY_SCORE
         table = self._table(step, prices)
-        rate = max(len(step.lengths) / float(table[step.fed]), self.rate)
+        rate = max((len(step.lengths) - step.num_prefilling) / float(table[step.fed]), self.rate)
         slopes = prices.slopes(table) if step.limits.ranks == 1 else least_slopes(table)
         counted = not step.limits.padded and not step.limits.chain
         assert prices.costs is not None

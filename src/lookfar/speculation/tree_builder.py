@@ -33,7 +33,7 @@ from lookfar.speculation.build_parts import (
     NEXT_ROOT,
     PICKS,
     forget_others,
-    may_go_on,
+    go_on,
     merge,
     new_workspace,
 )
@@ -114,8 +114,7 @@ def build(arrays, weights, limits, team):  # type: ignore[no-untyped-def]
     data = (work, parts, floor), (drafts, roots, noise, table), weights, limits
     run_parts(threads, count, job_of(grow_part, data))
     picks = merge(work.values, parts, limits, chosen)
-    last = chosen[picks - 1] if picks and picks == limits.max_nodes else -1
-    if count > 1 and may_go_on(work.values, parts, limits, floor, last):
+    while count > 1 and go_on(work.values, parts, limits, floor, (picks, chosen[max(picks - 1, 0)])):
         run_parts(threads, count, job_of(grow_part, data))
         picks = merge(work.values, parts, limits, chosen)
     forget_others(work.nodes, parts)
@@ -137,7 +136,7 @@ def grow_part(data, part):  # type: ignore[no-untyped-def]
     state, heap, picked, taken = parts.state[part], parts.heaps[part], parts.picked[part], parts.taken
     nodes, values = work.nodes, work.values
     children = children_of(work.children, part)
-    least_scores, least = limits.least_scores, limits.least_scores[0]
+    bounds, least = parts.bounds, limits.least_scores[0]
     next_root, used, heap_size, picks = state[NEXT_ROOT], state[NEXT_NODE], state[HEAP_SIZE], state[PICKS]
     while next_root < state[END_ROOT] or (heap_size and picks < state[MOST]):
         if next_root < state[END_ROOT]:  # all roots are expanded first
@@ -145,7 +144,7 @@ def grow_part(data, part):  # type: ignore[no-untyped-def]
             next_root += 1
         else:
             best = values[heap[0]]
-            if best < least_scores[min(picks, len(least_scores) - 1)] or best < floor[0]:
+            if best < bounds[min(picks, len(bounds) - 1)] or best < floor[0]:
                 break  # and so are all that are left
             node, heap_size = pop(heap, heap_size, values)
             owner = nodes[node, OWNER]

@@ -22,7 +22,7 @@ from lookfar.runners.cuda_graph.capture import capture_graph
 from lookfar.sampling.noise_addresses import set_addresses
 from lookfar.sampling.sampler import process_rows
 
-WORTH_CAPTURING = 16  # uses of a sampler before it is captured, which takes some milliseconds
+WORTH_CAPTURING = 3  # uses of a sampler before it is captured, which takes some milliseconds
 
 
 def set_noise_addresses(addresses: Ints, plan: StepPlan, width: int) -> list[torch.Tensor]:

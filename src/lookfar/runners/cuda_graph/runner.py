@@ -205,7 +205,8 @@ class CudaGraphRunner:
         samplers = list(plan.samplers.values())
         if len({sampler.fingerprint for sampler in samplers}) != 1 or samplers[0].fingerprint is None:
             return None
-        elsewhere = any(sampler.device != self.model.device for sampler in samplers)
+        own = self.model.device  # asks the model
+        elsewhere = any(sampler.device != own for sampler in samplers)
         if elsewhere or 4 * step.rows * self.model.vocab_size > self.sampled_bytes:
             return None
         return step.sampler_for(k, samplers[0], self._pool)
