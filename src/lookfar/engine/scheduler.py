@@ -237,30 +237,29 @@ class Scheduler:
             if walk is None:
                 state.num_cached = self.cache.commit(state.kv, pending)
                 continue
-            stats = state.stats
-            stats.rows += length - pending + 1
-            if state.replays:
-                stats.replayed_rows += pending - 1
+            state.stats.rows += length - pending + 1
+            if state.replays and pending > 1:
+                state.stats.replayed_rows += pending - 1
             accepted = [pending + node for node in walk.nodes] if walk.nodes else ()
             state.num_cached = self.cache.commit(state.kv, pending, accepted)
             state.replays = True
-            if stats.steps == 1:  # requests that come meanwhile begin like it, perhaps
+            if self.reuse.prefixes is not None and state.stats.steps == 1:  # requests that come meanwhile begin like it
                 self.reuse.keep(state)
         self._room -= plan.width
         if not self._decoding and self.cache.keeps_accepted and len(batch) == len(self.running):
             self._decoding = batch.requests if all(state.num_pending == 1 for state in batch.requests) else []
-        for state in reversed([state for state in batch.requests if state.is_finished]):
+        requests = batch.requests
+        for state in reversed([state for state in requests if state.is_finished]):
             self._export(state)
             self._release(state)
-        sampling = sum(walk.sampling_seconds for walk in walks if walk is not None)
         batch.seconds = perf_counter() - batch.started
-        batch.host_seconds = batch.seconds - result.seconds - sampling
+        batch.host_seconds = batch.seconds - result.seconds - walks.sampling_seconds
         share = (batch.host_seconds + result.launch_seconds) / len(batch)
-        outputs = []
-        for place, (state, walk) in enumerate(zip(batch.requests, walks, strict=True)):
+        for state in requests:
             state.stats.host_seconds += share
-            if not (state.every_step or state.is_finished):
-                continue
+        outputs = []
+        for place in [place for place, state in enumerate(requests) if state.every_step or state.is_finished]:
+            state, walk = requests[place], walks[place]
             if walk is not None and state.error is None:
                 outputs.append(step_output(state, walk.nodes, plan.requests[place], batch.seconds, share))
             elif state.error is not None:

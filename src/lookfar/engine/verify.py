@@ -23,7 +23,7 @@ from lookfar.speculation.interface import Walks
 ROWS_TOGETHER = 64  # sampled in one call, which copies their scores a few times
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Walk:
     """The accepted nodes of a request's tree, and the tokens that they emit, followed by the bonus token."""
 
@@ -63,8 +63,8 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> W
     """
     sampling = _sample_rows(requests, plan, result)
     all_tokens, all_nodes, ends, last = _walk_all(plan, result)
-    walks: Walks[Walk] = Walks()
-    start, now = 0, perf_counter()
+    found_all: list[Walk | None] = []
+    start, now, sampling_seconds = 0, perf_counter(), 0.0
     for place, (request, end) in enumerate(zip(requests, ends, strict=True)):
         found = None
         if end > start and request.error is None:
@@ -81,15 +81,17 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> W
                     if len(request.ids) + len(tokens) >= request.max_length or not request.stop_ids.isdisjoint(tokens):
                         _end_at_limit(request, found)
                         _set_last(last, place, found)
-                if request.samples_by_row:
-                    found.sampling_seconds = sampling.get(place, 0.0)
+                if sampling:
+                    found.sampling_seconds = sampling.get(place, found.sampling_seconds)
+                sampling_seconds += found.sampling_seconds
                 request.accept(found.tokens, found.finish_reason, now)
             except BaseException as error:
                 request.fail(error)
                 found = None
-        walks.append(found)
+        found_all.append(found)
         start = end
-    walks.last = last if None not in walks else None
+    walks: Walks[Walk] = Walks(found_all)
+    walks.sampling_seconds, walks.last = sampling_seconds, last if None not in found_all else None
     return walks
 
 
