@@ -216,6 +216,18 @@ def test_off_path_predictions_become_candidates_at_their_depth() -> None:
     assert not paths(found, 1)
 
 
+# Numbers of requests and of candidates, and least scores: with a step, and with a point where a larger step begins.
+CASES = (
+    (2, 30, (0.0,)),
+    (7, 64, (0.01, 0.01, 0.05)),
+    (23, 100, (0.002,)),
+    (23, 400, (0.0,)),
+    (23, 0, (0.0,)),
+    (9, 120, (0.01,) * 40 + (0.06,) + (0.01,) * 79),
+    (9, 120, (0.05,) + (0.02,) * 59 + (0.3,) * 60),
+)
+
+
 def test_the_trees_do_not_depend_on_the_threads_that_build_them() -> None:
     teams = HostTeam(0), HostTeam(3)
     rng = np.random.default_rng(0)
@@ -224,7 +236,7 @@ def test_the_trees_do_not_depend_on_the_threads_that_build_them() -> None:
         before, tokens = rng.integers(0, 60, (2, 32)).astype(np.int32)
         top = np.argsort(rng.random((32, 60)), 1)[:, :8].astype(np.int32)
         table.learn(before, tokens, top, -np.sort(-rng.normal(3, 2, (32, 8)), 1).astype(np.float32))
-    for size, most, least in ((2, 30, (0.0,)), (7, 64, (0.01, 0.01, 0.05)), (23, 100, (0.002,)), (23, 400, (0.0,))):
+    for size, most, least in CASES:
         texts = rng.integers(0, 60, (size, 3, 6)).tolist()
         inputs = inputs_of([[(path, int(rng.integers(1, 12)), 0) for path in of_one] for of_one in texts], table=table)
         inputs.roots.about[:, :2] = rng.integers(0, 60, (size, 2))

@@ -109,14 +109,14 @@ def merge(values, parts, limits, chosen):  # type: ignore[no-untyped-def]
 
 
 @jit
-def go_on(values, parts, limits, floor, found):  # type: ignore[no-untyped-def]
-    """Let parts go on to candidates that would be chosen now; returns whether there are any.
-
-    `found` are the number of chosen candidates and the last one of them.
-    """
-    (picks, last), least_scores, heaps = found, limits.least_scores, parts.heaps
-    least = least_scores[min(picks, len(least_scores) - 1)] if picks < limits.max_nodes else values[last]
-    floor[0] = min(least, values[last]) if picks else least
+def go_on(values, parts, limits, floor, chosen):  # type: ignore[no-untyped-def]
+    """Let parts go on to candidates that would be among the `chosen` ones; returns whether there are any."""
+    picks, least_scores, heaps = len(chosen), limits.least_scores, parts.heaps
+    floor[0] = least_scores[min(picks, len(least_scores) - 1)]
+    if picks == limits.max_nodes:
+        floor[0] = values[chosen[-1]] if picks else np.float32(np.inf)
+    elif picks:
+        floor[0] = min(floor[0], values[chosen[-1]])
     parts.state[:, MOST], parts.bounds[:] = limits.max_nodes, 0.0
     goes_on = False
     for part in range(len(parts.state)):

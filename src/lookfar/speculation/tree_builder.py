@@ -114,7 +114,7 @@ def build(arrays, weights, limits, team):  # type: ignore[no-untyped-def]
     data = (work, parts, floor), (drafts, roots, noise, table), weights, limits
     run_parts(threads, count, job_of(grow_part, data))
     picks = merge(work.values, parts, limits, chosen)
-    while count > 1 and go_on(work.values, parts, limits, floor, (picks, chosen[max(picks - 1, 0)])):
+    while count > 1 and go_on(work.values, parts, limits, floor, chosen[:picks]):
         run_parts(threads, count, job_of(grow_part, data))
         picks = merge(work.values, parts, limits, chosen)
     forget_others(work.nodes, parts)
