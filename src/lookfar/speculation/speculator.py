@@ -208,7 +208,7 @@ class Speculator:
         unrated, self._unrated = self._unrated, []
         for step in unrated:
             self._learn_rate(step)
-        if self._step is not None and self._step.speculates and len(self._step.batch.requests) > 1:
+        if self._step is not None and self._step.drafts is not None and len(self._step.drafts.members) > 1:
             wake_helpers()  # for the next plan
 
     def settle(self) -> None:
