@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
-from lookfar.core.decode_plan import DecodePlan, DecodingRequests
+from lookfar.core.decode_plan import DecodePlan, DecodingRequests, LastTokens
 from lookfar.core.plan import RequestPlan, StepPlan
 from lookfar.core.tree import DraftTree, DraftTrees
 
@@ -23,13 +26,32 @@ def decoding() -> DecodingRequests:
 def test_the_arrays_are_those_of_the_requests(drafted: bool) -> None:
     trees = [DraftTree.from_paths(paths) if drafted else DraftTree.from_paths([]) for paths in PATHS]
     together = DraftTrees.of(trees) if drafted else None
-    plan = DecodePlan(decoding(), np.array([1, 2, 3]), np.array([20, 30, 40]), together, top_k=8)
+    plan = DecodePlan(decoding(), LastTokens(np.array([1, 2, 3]), np.array([20, 30, 40])), together, top_k=8)
     one_by_one = [
         RequestPlan(np.array([1]), 20, 11, predict=1, tree=trees[0]),
         RequestPlan(np.array([2]), 30, 12, tree=trees[1], embeds=np.zeros((2, 4))),
         RequestPlan(np.array([3]), 40, 13, tree=trees[2], position_offset=4),
     ]
-    expected = StepPlan(one_by_one, top_k=8)
+    check(plan, StepPlan(one_by_one, top_k=8))
+    assert plan.requests[1].embeds is not None
+
+
+def test_some_requests_feed_their_prompts() -> None:
+    """A chunk of a prompt, after which nothing is chosen, beside one whose prompt ends and one that decodes."""
+    trees = [DraftTree.from_paths(paths) for paths in ([], PATHS[0], PATHS[2])]
+    sampler: Any = object()
+    chunk = RequestPlan(np.array([7, 8, 9]), 4, 11, complete=False, predict=2, sampler=sampler)
+    end = RequestPlan(np.array([5, 6]), 30, 12, predict=2, embeds=np.zeros((2, 4)), sampler=sampler)
+    likes = [replace(chunk, complete=True), replace(end, predict=0), RequestPlan(np.zeros(1, np.int64), 0, 13)]
+    fed = LastTokens(np.array([77, 6, 3]), np.array([4, 30, 40]), {0: replace(chunk), 1: replace(end)})
+    plan = DecodePlan(DecodingRequests(likes), fed, DraftTrees.of(trees), top_k=8)
+    last = RequestPlan(np.array([3]), 40, 13, tree=trees[2])
+    check(plan, StepPlan([replace(chunk, tree=trees[0]), replace(end, tree=trees[1]), last], top_k=8))
+    assert plan.prefilled == [0, 1]
+    assert DecodingRequests(likes).complete == [True] * 3  # what plans have in common does not change
+
+
+def check(plan: DecodePlan, expected: StepPlan) -> None:
     for name in ("lengths", "width", "batch", "handles", "num_pending", "complete", "samplers", "has_embeds", "top_k"):
         assert getattr(plan, name) == getattr(expected, name), name
     for name in ("num_cached", "num_rows", "position_offsets", "tokens", "positions", "logit_rows", "visible"):
@@ -40,7 +62,6 @@ def test_the_arrays_are_those_of_the_requests(drafted: bool) -> None:
         assert own.flags.c_contiguous
     assert plan.is_causal == expected.is_causal
     assert not plan.has_windows
-    assert plan.requests[1].embeds is not None
 
 
 def test_sources_are_counted_for_every_tree() -> None:

@@ -73,7 +73,7 @@ def test_a_thread_shares_its_work_only_where_it_says_so(monkeypatch: pytest.Monk
     assert present_team(8) == (0, 1)
     with sharing_work():
         address, parts = present_team(8)
-        assert (address > 0, parts) == (True, 2)
+        assert (address > 0, parts) == (True, 4)
         assert present_team(1) == (0, 1)
         others: list[tuple[int, int]] = []
         thread = Thread(target=lambda: others.append(present_team(8)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lookfar.core.decode_plan import DecodePlan, DecodingRequests
+from lookfar.core.decode_plan import DecodePlan, DecodingRequests, LastTokens
 from lookfar.core.host_team import HostTeam
 from lookfar.core.plan import RequestPlan
 from lookfar.core.tree import DraftTree, DraftTrees
@@ -90,7 +90,7 @@ def test_a_step_teaches_the_same_in_any_number_of_threads() -> None:
     requests = DecodingRequests([RequestPlan(np.zeros(1, np.int64), 5, kv, predict=kv % 2) for kv in range(11)])
     for _ in range(5):
         trees = [DraftTree.from_paths(rng.integers(0, 90, (kv % 4, 3)).tolist()) for kv in range(11)]
-        plan = DecodePlan(requests, rng.integers(0, 90, 11), np.full(11, 5), DraftTrees.of(trees))
+        plan = DecodePlan(requests, LastTokens(rng.integers(0, 90, 11), np.full(11, 5)), DraftTrees.of(trees))
         starts = np.cumsum([0, *plan.lengths[:-1]])
         last = [start + int(rng.integers(0, length)) for start, length in zip(starts, plan.lengths, strict=True)]
         columns = [np.arange(11), starts, last, *rng.integers(-1, 90, (3, 11))]

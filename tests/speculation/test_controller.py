@@ -170,6 +170,18 @@ def test_a_batch_tries_to_do_without_whatever_is_expected() -> None:
     assert not controller.speculating
 
 
+@pytest.mark.parametrize(("tokens", "pays"), [(1.3, True), (1.05, False)])
+def test_a_sampled_batch_begins_without_speculation_and_finds_out_whether_it_pays(tokens: float, pays: bool) -> None:
+    controller, speculated = SpeculationController(8, speculates=False), []
+    for _ in range(600):
+        speculated.append(controller.decide(1.0))
+        controller.learn(speculated[-1], tokens if speculated[-1] else 1.0, 1.1 if speculated[-1] else 1.0)
+    assert not any(speculated[:16])
+    assert (sum(speculated[100:]) > 400) == pays
+    if not pays:
+        assert sum(speculated) < 60
+
+
 @pytest.mark.parametrize("slowdown", [1.0, 1.05, 1.3])
 def test_drafting_rests_where_no_draft_is_worth_its_row(slowdown: float) -> None:
     controller, speculated = SpeculationController(), []

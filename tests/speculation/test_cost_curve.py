@@ -216,3 +216,5 @@ def test_steps_of_a_new_kind_begin_with_what_is_known_of_the_nearest() -> None:
     assert nearest_experience(known, "2") == Experience(True, 0.0002, 0.0)
     assert nearest_experience(known, "32 sampled") == Experience(True, 0.008, 1e-5)
     assert nearest_experience({"1 sampled": sampled}, "1") is None
+    alone = nearest_experience({"1 sampled": Experience(True, 0.001, 1e-5)}, "8 sampled")
+    assert alone == Experience(False, 0.008, 1e-5)

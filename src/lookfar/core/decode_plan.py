@@ -1,12 +1,13 @@
-"""Plans of steps in which every request decodes: its last token, and a draft tree. NumPy only.
+"""Plans of steps in which all or most requests decode: their last token, and a draft tree. NumPy only.
 
 Most steps are of this kind, so their plans begin as a few arrays for the whole batch. The plan of a single request is
-made only when something asks for it.
+made only when something asks for it, or if it feeds a prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -59,29 +60,67 @@ class DecodingRequests:
         )
 
 
+@dataclass(frozen=True)
+class LastTokens:
+    """What requests feed: their last tokens, behind those that are cached; or, for some, plans of their own."""
+
+    tokens: Ints  # [batch]
+    num_cached: Ints  # [batch]
+    prefills: Mapping[int, RequestPlan] = field(default_factory=dict)  # by place, without trees
+
+
 class DecodePlan(StepPlan):
-    """A step in which every request feeds its last token and a draft tree."""
+    """A step in which requests feed their last token, or a part of their prompt, and a draft tree."""
 
     def __init__(
-        self, batch: DecodingRequests, tokens: Ints, num_cached: Ints, trees: DraftTrees | None = None, top_k: int = 0
+        self, batch: DecodingRequests, fed: LastTokens, trees: DraftTrees | None = None, top_k: int = 0
     ) -> None:
-        self._decoding = batch
+        self._decoding, self._fed = batch, fed
         self.trees = trees if trees is not None else batch.no_trees
-        self.num_cached = num_cached
+        self.num_cached = fed.num_cached
         starts = self.trees.starts
         about = batch.about.copy()
-        about[:, NUM_CACHED] = num_cached
+        about[:, NUM_CACHED] = fed.num_cached
         if starts[-1]:
             ends = np.array(starts)
             about[:, FIRST_NODE], about[:, NUM_NODES] = ends[:-1], ends[1:] - ends[:-1]
-        self.flat = FlatPlan(about, tokens, self.trees.columns)
         self.handles, self.samplers, self.has_embeds = batch.handles, batch.samplers, batch.has_embeds
         self.position_offsets, self.has_windows = batch.position_offsets, False
         self.num_pending, self.complete = batch.num_pending, batch.complete
-        self._set(top_k, [1 + end - start for start, end in pairwise(starts)])
+        pending = self._add_prefills(about) if fed.prefills else fed.tokens
+        self.flat = FlatPlan(about, pending, self.trees.columns)
+        sizes = zip(self.num_pending, pairwise(starts), strict=True)
+        self._set(top_k, [count + end - start for count, (start, end) in sizes])
+
+    def _add_prefills(self, about: Ints) -> Ints:
+        """Describe the requests with plans of their own; returns the pending tokens of all requests."""
+        prefills = self._fed.prefills
+        self.num_pending, self.complete = self.num_pending.copy(), self.complete.copy()
+        for place, rows in prefills.items():
+            self.num_pending[place], self.complete[place] = len(rows.pending), rows.complete
+            about[place, NUM_PENDING], about[place, COMPLETE] = len(rows.pending), rows.complete
+            about[place, PREDICT] = rows.predict
+        self.samplers = {place: own for place, own in self.samplers.items() if self.complete[place]}
+        about[1:, FIRST_PENDING] = np.cumsum(about[:-1, NUM_PENDING])
+        pending: Ints = np.empty(about[:, NUM_PENDING].sum(), np.int64)
+        pending[about[:, FIRST_PENDING]] = self._fed.tokens
+        for place, rows in prefills.items():
+            first = about[place, FIRST_PENDING]
+            pending[first : first + len(rows.pending)] = rows.pending
+        return pending
+
+    @property
+    def prefilled(self) -> Seq[int]:
+        """The places of the requests that feed more than their last token."""
+        return list(self._fed.prefills)
 
     @cached_property
     def requests(self) -> Seq[RequestPlan]:
-        tokens, cached, trees = self.flat.pending, self.num_cached.tolist(), self.trees.split()
-        parts = enumerate(zip(cached, trees, strict=True))
-        return [self._decoding.plan(i, tokens[i : i + 1], count, tree) for i, (count, tree) in parts]
+        found, fed = [], self._fed
+        for place, (count, tree) in enumerate(zip(fed.num_cached.tolist(), self.trees.split(), strict=True)):
+            if (rows := fed.prefills.get(place)) is not None:
+                rows.tree = tree
+            else:
+                rows = self._decoding.plan(place, fed.tokens[place : place + 1], count, tree)
+            found.append(rows)
+        return found

@@ -26,6 +26,7 @@ from lookfar.core.jit import jit
 from lookfar.core.llvm import BYTE, INT, LONG, external, instruction
 
 MOST_HELPERS = 3
+PARTS_EACH = 2  # for each thread, so that one that is late holds up the others less
 CORES_EACH = 4  # cores of the machine for each thread that works on a step
 IDLE_SPINS = 40_000  # looks before a helper sleeps: one or two milliseconds, which is how long a GPU computes a step
 
@@ -221,7 +222,7 @@ def present_team(pieces: int) -> Team:
     if not _present.shares or pieces < 2:
         return ALONE
     team = _started()
-    return (team.address, min(pieces, team.size)) if team.size > 1 else ALONE
+    return (team.address, min(pieces, PARTS_EACH * team.size)) if team.size > 1 else ALONE
 
 
 def wake_helpers() -> None:

@@ -88,10 +88,12 @@ def verify(requests: Seq[RequestState], plan: StepPlan, result: StepResult) -> W
             except BaseException as error:
                 request.fail(error)
                 found = None
+        if found is None:
+            last[:, place] = ROOT
         found_all.append(found)
         start = end
     walks: Walks[Walk] = Walks(found_all)
-    walks.sampling_seconds, walks.last = sampling_seconds, last if None not in found_all else None
+    walks.sampling_seconds, walks.last = sampling_seconds, last
     return walks
 
 
@@ -104,8 +106,7 @@ def _walk_all(plan: StepPlan, result: StepResult) -> tuple[list[int], list[int],
     requests = zip(result.starts.tolist(), plan.num_pending, plan.complete, strict=True)
     tokens = [choices[start + pending - 1] for start, pending, complete in requests if complete]
     last: Int32s = np.full((2, plan.batch), ROOT, np.int32)
-    if len(tokens) == plan.batch:
-        last[1] = tokens
+    last[1, plan.complete] = tokens
     return tokens, [], [*accumulate(plan.complete)], last
 
 

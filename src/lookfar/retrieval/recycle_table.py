@@ -13,7 +13,7 @@ from lookfar.core.jit import borrowing_jit, inline_jit, jit
 from lookfar.core.plan import COMPLETE, FIRST_NODE, FIRST_PENDING, NUM_NODES, NUM_PENDING, PREDICT, FlatPlan
 from lookfar.retrieval.off_path import PER_POSITION, POSITIONS, merge_off_path, new_merge_room, room_of
 
-ROWS_EACH = 16  # rows of a step that a thread learns from at the least
+ROWS_EACH, MOST_PARTS = 16, 4  # rows of a step for each part of learning at the least; every part reads all rows
 TOP_K = 8  # predictions kept for each token and pair
 NO_CONTEXT = -1  # the time of predictions after a token alone, from the prior
 SAMPLED_TOP_K = 24  # the same for sampled texts, where the sampling noise says which of them to draft
@@ -84,7 +84,7 @@ class RecycleTable:
         `about` says which ones and where their rows are (`BatchOutcome`). `runner_ups` are the addresses of their
         runner-ups, which are set.
         """
-        team = present_team(plan.nodes.shape[1] // ROWS_EACH)
+        team = present_team(min(plan.nodes.shape[1] // ROWS_EACH, MOST_PARTS))
         learn_rows(tuple(self.arrays), tuple(plan), about, top, runner_ups, team)
 
 

@@ -105,8 +105,9 @@ class Slowdown:
 class SpeculationController:
     """Decides for steps with one number of requests."""
 
-    def __init__(self, requests: int = 1, earlier: Experience | None = None) -> None:
-        self.speculating = earlier is None or earlier.speculating  # the faster mode, as far as is known
+    def __init__(self, requests: int = 1, earlier: Experience | None = None, speculates: bool = True) -> None:
+        # The faster mode, as far as is known; without experience, the one to begin with.
+        self.speculating = earlier.speculating if earlier is not None else speculates
         known = (earlier.fixed, earlier.per_row) if earlier is not None else (0.0, 0.0)
         self.host = HostCost(*known, alone=requests == 1)
         self._steps = {True: max(MIN_STEPS, SPECULATIVE_STEPS // requests), False: BASE_STEPS}

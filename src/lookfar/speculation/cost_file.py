@@ -27,14 +27,18 @@ class Experience:
 
 
 def nearest_experience(known: Mapping[str, Experience], kind: str) -> Experience | None:
-    """Return what is known of steps of a kind, or else of the nearest number of requests, sampled alike."""
+    """Return what is known of steps of a kind, or else of the nearest number of requests, sampled alike.
+
+    Whether speculation pays for one sampled request says nothing about several, whose rows cost more to sample.
+    """
     requests, _, sampled = kind.partition(" ")
     like = {int(other.split()[0]): found for other, found in known.items() if other.partition(" ")[2] == sampled}
     if not like:
         return None
     nearest = min(like, key=lambda number: abs(math.log2(number / int(requests))))
     found, more = like[nearest], int(requests) / nearest
-    return Experience(found.speculating, found.fixed * more, found.per_row)
+    tells = nearest > 1 or requests == "1" or not sampled
+    return Experience(found.speculating and tells, found.fixed * more, found.per_row)
 
 
 @dataclass

@@ -145,4 +145,4 @@ class Walks(list[AnyWalk | None]):
     """What verification found for the requests of a step; None for those that prefill or failed."""
 
     sampling_seconds: float = 0.0  # of the host, in logits processors and sampling
-    last: Int32s | None = None  # [2, batch] the last accepted node, -1 for none, and token of each, if no walk is None
+    last: Int32s | None = None  # [2, batch] the last accepted node and token of each, -1 for none

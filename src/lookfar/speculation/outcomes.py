@@ -67,13 +67,13 @@ class StepOutcomes:
         together ended with before it (`RootArrays.about`).
         """
         by_class: dict[type[BatchDrafter], list[int]] = {}
-        known = not drafting.alone and drafting.is_of(self.requests, places)
-        if known:
+        known: set[int] = set()
+        if not drafting.alone and drafting.requests == self.requests and set(drafting.places) <= set(places):
+            known.update(drafting.places)
             for batch, shown in drafting.observers:
-                all_decode = ends is not None and shown == places and isinstance(self.plan, DecodePlan)
-                about = self._of_decoding(ends) if all_decode else None
+                about = self._of_drafted(ends) if shown == drafting.places else None
                 batch.observe(self.of_batch(shown, about))
-            places = [place for place in places if self.requests[place].is_finished] if ended else []
+            places = [place for place in places if place not in known or (ended and self.requests[place].is_finished)]
         for place in places:
             request = self.requests[place]
             if request.speculation.other_drafters:
@@ -83,7 +83,7 @@ class StepOutcomes:
                     request.fail(error)
                     continue
             for kind in request.speculation.batch_drafters:
-                left = not known if kind.wants_steps else request.is_finished
+                left = place not in known if kind.wants_steps else request.is_finished
                 if left:
                     by_class.setdefault(kind, []).append(place)
         for kind, shown in by_class.items():
@@ -100,11 +100,18 @@ class StepOutcomes:
             except BaseException as error:  # a drafter of another package
                 request.fail(error)
 
-    def _of_decoding(self, ends: Int32s | None) -> Ints | None:
+    def _of_drafted(self, ends: Int32s | None) -> Ints | None:
         """Return `BatchOutcome.about` for the requests that drafted; None if it has to be put together one by one."""
-        if ends is None or self.walks.last is None or any(request.source_length for request in self.requests):
+        if ends is None or self.walks.last is None or not isinstance(self.plan, DecodePlan):
+            return None
+        if any(request.source_length for request in self.requests):
             return None
         about: Ints = describe_decoding(ends, self.result.starts, self.plan.flat.about, self.walks.last)
+        if prefilled := self.plan.prefilled:  # other tokens come before their first rows
+            rows = {place: row for row, place in enumerate(ends[:, PLACE].tolist())}
+            own = [place for place in prefilled if place in rows]
+            if own:
+                about[[rows[place] for place in own]] = self._describe(own)
         return about
 
     def of_batch(self, places: Seq[int], about: Ints | None = None) -> BatchOutcome:

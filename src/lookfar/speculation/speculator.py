@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lookfar.core.decode_plan import DecodePlan
+from lookfar.core.decode_plan import DecodePlan, LastTokens
 from lookfar.core.host_team import wake_helpers
 from lookfar.core.plan import RequestPlan, RunnerLimits, StepPlan
 from lookfar.retrieval.recycle_table import SAMPLED_TOP_K, TOP_K
@@ -109,23 +109,27 @@ class Speculator:
         if limits.recurrent and not step.prefills and not step.speculates:
             batch.catch_up()
         requests, facts = batch.requests, self._facts_of(batch.requests)
-        rows: list[RequestPlan] | None = None  # if all requests feed nothing but their last tokens
-        lengths, num_prefilling = [1] * len(requests), 0
+        prefills: dict[int, RequestPlan] = {}  # of requests that feed more than their last tokens
+        lengths = [1] * len(requests)
         teaches = step.speculates or (step.prefills and len(requests) == 1)  # one request may speculate soon
         if step.prefills or max(batch.chunks) > 1:  # outside of prefills, a chunk is all that is pending
             # Captured steps compute the logits of all rows. Elsewhere those of prompt rows take time from every request
             sharing = 1 if limits.captured else len(requests)
-            chunks = zip(requests, batch.chunks, strict=True)
-            rows = [plan_pending(request, chunk, sharing if teaches else 0) for request, chunk in chunks]
-            lengths, num_prefilling = list(map(len, rows)), sum(not one.complete for one in rows)
+            for place, (request, chunk) in enumerate(zip(requests, batch.chunks, strict=True)):
+                if request.num_pending > 1 or not request.num_cached:
+                    prefills[place] = rows = plan_pending(request, chunk, sharing if teaches else 0)
+                    lengths[place] = len(rows)
         drafts = step.speculates and not (step.prefills and limits.recurrent)  # or a rejected draft repeats the chunk
         if drafts and facts.drafting:
-            places = [place for place in facts.drafting if rows is None or rows[place].complete]
+            incomplete = {place for place, rows in prefills.items() if not rows.complete}
+            places, num_prefilling = facts.drafting, len(incomplete)
+            if incomplete:
+                places = [place for place in places if place not in incomplete]
             fed = StepRows(lengths, limits, num_prefilling, batch.others_wait)
             step.drafts = self._draft(requests, places, fed, self._prices(step))
         wanted = teaches and facts.wants_predictions
         top_k = (SAMPLED_TOP_K if facts.samples else TOP_K) if wanted else 0
-        step.plan = make_plan(requests, facts, rows, step.drafts, top_k)
+        step.plan = make_plan(facts, prefills, step.drafts, top_k)
         step.plan.prefills = facts.has_prompts()
         step.plan.hidden = facts.wants_hidden
         return step.plan
@@ -171,7 +175,10 @@ class Speculator:
             return StepRecord(batch, facts, True, prefills, None)
         kind = facts.kind
         if kind not in self.controllers:
-            self.controllers[kind] = SpeculationController(len(requests), nearest_experience(self.experience, kind))
+            # A row of a sampled batch costs more than the curve says, and is guessed right less often.
+            begins = len(requests) == 1 or not facts.samples
+            earlier = nearest_experience(self.experience, kind)
+            self.controllers[kind] = SpeculationController(len(requests), earlier, speculates=begins)
         controller = self.controllers[kind]
         if prefills:
             controller.restart()
@@ -245,18 +252,22 @@ class Speculator:
             step.controller.host.learn(sum(step.plan.lengths), step.batch.host_seconds)
 
 
-def make_plan(
-    requests: Seq[SpeculatedRequest], facts: BatchFacts, rows: list[RequestPlan] | None, drafts: Drafts | None, k: int
-) -> StepPlan:
-    """Return the plan of a step; without `rows`, every request feeds its last token."""
-    if rows is None:
-        tokens = np.array([request.ids[-1] for request in requests], np.int64)
-        cached = np.array([request.num_cached for request in requests], np.int64)
-        if drafts is None:
-            return DecodePlan(facts.decoding, tokens, cached, None, k)
-        if drafts.trees is not None and not drafts.windows:
-            return DecodePlan(facts.decoding, tokens, cached, drafts.trees, k)
-        rows = list(DecodePlan(facts.decoding, tokens, cached).requests)
+def make_plan(facts: BatchFacts, prefills: Mapping[int, RequestPlan], drafts: Drafts | None, k: int) -> StepPlan:
+    """Return the plan of a step in which all requests without a plan among `prefills` feed their last token."""
+    if len(prefills) == len(facts.requests):  # perhaps a first pass, which decides what later plans have in common
+        return with_drafts(list(prefills.values()), drafts, k)
+    tokens = np.array([request.ids[-1] for request in facts.requests], np.int64)
+    cached = np.array([request.num_cached for request in facts.requests], np.int64)
+    fed = LastTokens(tokens, cached, prefills)
+    if drafts is None:
+        return DecodePlan(facts.decoding, fed, None, k)
+    if drafts.trees is not None and not drafts.windows:
+        return DecodePlan(facts.decoding, fed, drafts.trees, k)
+    return with_drafts(list(DecodePlan(facts.decoding, fed).requests), drafts, k)
+
+
+def with_drafts(rows: list[RequestPlan], drafts: Drafts | None, k: int) -> StepPlan:
+    """Return the plan of a step with the rows of its requests, and their drafts."""
     if drafts is None:
         return StepPlan(rows, k)
     drafts.add_to(rows)
