@@ -12,11 +12,17 @@ from typing import Any
 import numba
 import pytest
 
+import lookfar
+from families import tiny_model
 from lookfar.core.jit import jit
+from lookfar.errors import ConfigError
 
 SCRIPT = """
 import numpy as np
+import lookfar
+from families import model_of
 from lookfar.core.jit import jit
+from lookfar.errors import ConfigError
 from lookfar.retrieval.recycle_table import RecycleTable, find_pair
 print(find_pair(RecycleTable(9, 4).arrays.pair_keys, 1, 2))
 print(find_pair.stats.cache_hits.total(), find_pair.stats.cache_misses.total())
@@ -95,3 +101,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
     assert hits_and_misses(start(tmp_path, limit)) == "0 1"
     assert not [file for file in (tmp_path / "compiled").rglob("*") if file.is_file()]
+
+
+def test_without_the_compiler_a_model_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    with pytest.raises(ConfigError, match="NUMBA_DISABLE_JIT is set, .* unset it"):
+        lookfar.LM(tiny_model("llama"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -18,6 +19,7 @@ from lookfar.lm import LM
 from lookfar.server.admission import AHEAD, Admission
 from lookfar.server.config import ServerConfig
 from lookfar.server.errors import ApiError
+from lookfar.server.service import Service
 
 LONG = {"prompt": "A long story:", "max_tokens": 400, "ignore_eos": True}
 
@@ -264,3 +266,17 @@ def test_what_is_left_when_the_draining_is_over_is_told_so(lm: LM, monkeypatch: 
         assert "shutting down" in json.loads(error.removeprefix("data: "))["error"]["message"]
         assert done == "data: [DONE]"
     assert server.is_idle
+
+
+def test_what_was_made_before_is_left_out_of_garbage_collections() -> None:
+    """A full collection of half a million objects would stop every stream."""
+
+    async def run() -> int:
+        service = Service(byte_lm(max_batch=2), ServerConfig())
+        await service.start()
+        frozen = gc.get_freeze_count()
+        await service.close()
+        return frozen
+
+    assert asyncio.run(run()) > 10_000
+    assert gc.get_freeze_count() == 0

@@ -14,6 +14,11 @@ from lookfar.core.jit_cache import CompiledFunction
 _config: Any = numba.config
 
 
+def is_disabled() -> bool:
+    """Whether numba's compiler is turned off, without which the host code does not run."""
+    return bool(_config.DISABLE_JIT)
+
+
 def jit(function: Callable[..., Any], nogil: bool = False) -> Callable[..., Any]:
     """Compile a function of NumPy arrays, tuples of them, and numbers.
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import numba
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,7 +14,6 @@ from transformers.activations import ACT2FN
 from lookfar.kernels.cpu import layout
 from lookfar.kernels.cpu.vectors import HAS_FMA, LANES
 
-numba_config: Any = numba.config
 # Families whose code the compiled step repeats, by the names of their classes.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm")
@@ -42,9 +40,7 @@ VECTORS = {  # of a layer, which are read where they are
 
 def why_no_compiler() -> str:
     """Return why no steps are compiled in this process; empty if they are."""
-    if not HAS_FMA:
-        return "the processor has no fused multiply-add (AVX2 or NEON)"
-    return "NUMBA_DISABLE_JIT is set" if numba_config.DISABLE_JIT else ""
+    return "" if HAS_FMA else "the processor has no fused multiply-add (AVX2 or NEON)"
 
 
 def why_not_compiled(model: PreTrainedModel) -> str:
