@@ -19,10 +19,7 @@ from lookfar.errors import ConfigError
 
 SCRIPT = """
 import numpy as np
-import lookfar
-from families import model_of
 from lookfar.core.jit import jit
-from lookfar.errors import ConfigError
 from lookfar.retrieval.recycle_table import RecycleTable, find_pair
 print(find_pair(RecycleTable(9, 4).arrays.pair_keys, 1, 2))
 print(find_pair.stats.cache_hits.total(), find_pair.stats.cache_misses.total())

@@ -14,9 +14,12 @@ from transformers import PreTrainedModel
 from families import tiny_model
 from helpers import eager_engine, random_prompts, reference
 from lookfar import LM
+from lookfar.core import host_team
+from lookfar.core.host_team import HostTeam, sharing_work
 from lookfar.drafters.base import DraftContext, Drafter, Strategy
 from lookfar.drafters.jacobi import Jacobi
 from lookfar.drafters.lookahead import Lookahead
+from lookfar.drafters.registry import auto_strategies
 from lookfar.drafters.scripted import Scripted, ScriptedDrafter
 from lookfar.engine.engine import Engine
 from lookfar.engine.outputs import StepOutput
@@ -70,6 +73,28 @@ def test_wrong_drafts_cost_nothing_but_rows(engine: Engine, expected: list[list[
     nonsense = Scripted(lambda ids: [[ids[-1], ids[0]], [3, 4, 5, 6]])
     done = run_requests(engine, requests(nonsense))
     assert [result.token_ids for result in done] == expected
+
+
+def test_threads_that_share_the_host_work_change_nothing(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 17 requests beside others that decode: trees, look-ups and lessons are shared by four threads."""
+    prompts = random_prompts(*range(1, 34, 2))
+
+    def run(threads: int) -> list[tuple[list[int], list[int], int]]:
+        team = HostTeam(threads - 1)
+        monkeypatch.setattr(host_team, "_team", team)
+        engine = eager_engine(llama, max_batch=7, prefill_chunk=9)
+        with sharing_work():
+            done = run_requests(
+                engine, [Request(prompt, NEW, strategies=auto_strategies(), budget=9) for prompt in prompts]
+            )
+        team.close()
+        return [(result.token_ids, result.stats.step_sizes, result.stats.rows) for result in done]
+
+    alone = run(1)
+    assert run(4) == alone
+    assert [tokens for tokens, _, _ in alone] == [reference(llama, prompt, NEW) for prompt in prompts]
 
 
 @st.composite
