@@ -343,10 +343,11 @@ def readme() -> str:
     return table(("tokens per second", *ways, "tokens per step (natural)", "same text"), map(row, suites))
 
 
-def gpu_cell(key: str, form: str = ",.0f", texts: str = "greedy") -> str:
-    """Return a figure of one request on a GPU, in the default mode."""
-    cells = read("gpu")["cells"]
-    return number(next(cell for cell in cells if (cell["requests"], cell["texts"]) == (1, texts))[key], form)
+def gpu_cell(key: str, form: str = ",.0f", texts: str = "greedy", size: int = 1) -> str:
+    """Return a figure of one request on a GPU, or of a queue of texts that are decoded `size` at a time."""
+    wanted = size, texts, size > 1
+    found = (cell for cell in read("gpu")["cells"] if (cell["requests"], cell["texts"], cell["queued"]) == wanted)
+    return number(next(found)[key], form)
 
 
 def of_picture(way: str) -> str:
@@ -385,6 +386,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "gpu-auto": lambda: gpu_cell("auto"),
     "gpu-ratio": lambda: gpu_cell("ratio", ".2f"),
     "gpu-sampled-ratio": lambda: gpu_cell("ratio", ".2f", "temperature 0.7"),
+    "gpu-queued-ratio": lambda: gpu_cell("ratio", ".2f", size=64),
 }
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,

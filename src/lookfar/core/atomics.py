@@ -16,26 +16,21 @@ SPINS = 20_000  # looks before a waiting thread lets others run: about half a mi
 CAN_YIELD = os.name == "posix"
 
 
-@instruction
-def take(typing_context: Any, counter: Any, count: Any) -> Any:
-    """Add to the counter at an address, visibly for all threads; returns what it was before."""
+def _update(operation: str) -> Any:
+    """Return an instruction that changes the number at an address for all threads, and returns what it was before."""
 
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
-        pointer = builder.inttoptr(arguments[0], LONG.as_pointer())
-        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
+    @instruction
+    def update(typing_context: Any, place: Any, value: Any) -> Any:
+        def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
+            pointer = builder.inttoptr(arguments[0], LONG.as_pointer())
+            return builder.atomic_rmw(operation, pointer, arguments[1], "seq_cst")
 
-    return types.int64(types.int64, types.int64), emit
+        return types.int64(types.int64, types.int64), emit
+
+    return update
 
 
-@instruction
-def swap(typing_context: Any, place: Any, value: Any) -> Any:
-    """Replace the number at an address, visibly for all threads; returns what it was before."""
-
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Seq[Any]) -> Any:
-        pointer = builder.inttoptr(arguments[0], LONG.as_pointer())
-        return builder.atomic_rmw("xchg", pointer, arguments[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), emit
+take, swap = _update("add"), _update("xchg")  # adds a number, or puts it in place of the one that is there
 
 
 @instruction

@@ -65,7 +65,8 @@ class SamplingNoise:
         self._draws = NoiseDraws(self.device)
         self._states: list[torch.Tensor] = []  # of the generator before each position
         self._kept: OrderedDict[int, KeptNoise] = OrderedDict()  # by position, least recently used first
-        self._most = max_kept(self.device)
+        self._most = KEPT_BYTES
+        self._asked = self.device.type != "cuda"  # whether it is known if there is memory for more
         self._kept_bytes = 0
         self.addresses = NoiseAddresses(batch)
         self._heads = [0] * batch  # the next position of each request
@@ -222,6 +223,9 @@ class SamplingNoise:
         Requests that wait for their turn need the noise of all positions, which is too much for a large call, so theirs
         is dropped first. Running requests are at different positions: one drawing serves all that have it before them.
         """
+        if self._kept_bytes > self._most and not self._asked:
+            free, _ = torch.cuda.mem_get_info(self.device)
+            self._most, self._asked = max(self._most, int(KEPT_SHARE * free)), True
         if self._kept_bytes <= self._most:
             return
         self._kept.move_to_end(position)
@@ -234,13 +238,6 @@ class SamplingNoise:
                 self._keep(place, KeptNoise.of(fewer[None], 0, {row: at for at, row in enumerate(rows)}))
         while self._kept_bytes > self._most and len(self._kept) > 1:
             self._drop(next(iter(self._kept)))
-
-
-def max_kept(device: torch.device) -> int:
-    """Return the bytes of noise that one call may keep."""
-    if device.type != "cuda":
-        return KEPT_BYTES
-    return max(KEPT_BYTES, int(KEPT_SHARE * torch.cuda.mem_get_info(device)[0]))
 
 
 @dataclass(frozen=True, slots=True)
