@@ -195,7 +195,7 @@ class CudaGraphRunner:
         launch_seconds = perf_counter() - started
         sampler = self._sampler_for(step, plan, predictions) if step.on_gpu else None
         if sampler is not None:
-            with _on(self.model.device):
+            with _on(self._embedding.device):
                 is_warm = not sampler.launch(plan) and is_warm
         pending = PendingGraphStep(step, plan, k, sampler, started, launch_seconds, is_warm)
         return StandIn(pending, shape, self._steps.wanted) if shape in self._steps.wanted else pending
@@ -205,7 +205,7 @@ class CudaGraphRunner:
         samplers = list(plan.samplers.values())
         if len({sampler.fingerprint for sampler in samplers}) != 1 or samplers[0].fingerprint is None:
             return None
-        own = self.model.device  # asks the model
+        own = self._embedding.device  # `self.model.device` asks the model, which takes long
         elsewhere = any(sampler.device != own for sampler in samplers)
         if elsewhere or 4 * step.rows * self.model.vocab_size > self.sampled_bytes:
             return None
