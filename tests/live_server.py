@@ -78,7 +78,7 @@ def live_server(lm: LM, config: ServerConfig | None = None, keys: ApiKeys | None
     server = make_server(app, service, "127.0.0.1", port)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    wait_until(lambda: server.started or not thread.is_alive())
+    wait_until(lambda: server.started or not thread.is_alive(), 60)
     try:
         yield LiveServer(f"http://127.0.0.1:{port}", service, server, thread)
     finally:

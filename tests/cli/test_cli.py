@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -172,7 +173,8 @@ def test_compare_never_hides_a_difference(
     assert json.loads(capsys.readouterr().out)["first_difference"] is None
     monkeypatch.setattr("lookfar.lm.LM.warmup", lambda self, **_: None)  # its steps are not to be counted
     right, steps = verify._walk_all, iter(range(1000))
-    monkeypatch.setattr(verify, "_walk_all", lambda *a: ([7], [], [1]) if next(steps) > 12 else right(*a))
+    wrong = [7], [], [1], np.array([[-1], [7]], np.int32)
+    monkeypatch.setattr(verify, "_walk_all", lambda *a: wrong if next(steps) > 12 else right(*a))
     assert run(monkeypatch, *arguments) == 0
     shown = capsys.readouterr().out
     assert "Different from token" in shown

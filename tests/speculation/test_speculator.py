@@ -6,6 +6,8 @@ import gc
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -32,7 +34,7 @@ from lookfar.speculation.cost_curve import CostCurve
 from lookfar.speculation.cost_file import Experience
 from lookfar.speculation.draft_state import DraftState
 from lookfar.speculation.row_budget import AUTO_ROWS
-from lookfar.speculation.speculator import Speculator
+from lookfar.speculation.speculator import Speculator, is_promising
 from lookfar.testing import run_requests
 
 PROMPTS = random_prompts(20, 33, 5, 1)
@@ -162,6 +164,18 @@ def test_a_request_that_prefills_is_no_token_that_drafts_would_delay() -> None:
     assert draft_tokens(1, 8) == 1
     states[1].num_cached = len(PROMPTS[1]) - 8  # the same rows, but the second prefill comes to its end
     assert draft_tokens(1, 8) == 0
+
+
+@pytest.mark.parametrize(
+    ("second_row", "sampled", "begins"), [(1.3, False, True), (1.8, False, False), (1.3, True, False)]
+)
+def test_a_batch_begins_with_speculation_where_a_draft_for_each_request_is_likely_to_pay(
+    second_row: float, sampled: bool, begins: bool
+) -> None:
+    costs = CostCurve({1: 1.0, 2: 1.0, 4: second_row})  # two requests with a draft each have four rows
+    for count in (1, 2):
+        facts: Any = SimpleNamespace(requests=[None] * count, samples=sampled)
+        assert is_promising(costs, facts) == (begins or count == 1)
 
 
 @pytest.mark.parametrize("budget", [0, -1, 513, True, 2.5, "many"])

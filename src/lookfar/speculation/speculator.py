@@ -22,6 +22,8 @@ from lookfar.speculation.interface import Batch, SpeculatedRequest, Walks
 from lookfar.speculation.outcomes import StepChoices, StepOutcomes, window_gain
 from lookfar.speculation.row_budget import Prices, StepRows
 
+LIKELY = 0.5  # how often the first draft token of a request is right, at best
+
 
 @dataclass
 class StepRecord:
@@ -175,9 +177,7 @@ class Speculator:
             return StepRecord(batch, facts, True, prefills, None)
         kind = facts.kind
         if kind not in self.controllers:
-            # A row of a sampled batch costs more than the curve says, and is guessed right less often.
-            begins = len(requests) == 1 or not facts.samples
-            earlier = nearest_experience(self.experience, kind)
+            earlier, begins = nearest_experience(self.experience, kind), is_promising(self.costs, facts)
             self.controllers[kind] = SpeculationController(len(requests), earlier, speculates=begins)
         controller = self.controllers[kind]
         if prefills:
@@ -250,6 +250,18 @@ class Speculator:
         step.controller.learn(step.speculates, tokens, step.seconds, cost, drafted)
         if step.speculates and step.plan is not None:
             step.controller.host.learn(sum(step.plan.lengths), step.batch.host_seconds)
+
+
+def is_promising(costs: CostCurve, facts: BatchFacts) -> bool:
+    """Whether a batch of which nothing is known begins with speculation: if a draft for each request is likely to pay.
+
+    A row of a sampled batch costs more than the curve says, and is guessed right less often.
+    """
+    requests = len(facts.requests)
+    if requests == 1:
+        return True
+    table = costs.table(2 * requests)
+    return not facts.samples and bool((1 + LIKELY) * table[requests] > table[2 * requests])
 
 
 def make_plan(facts: BatchFacts, prefills: Mapping[int, RequestPlan], drafts: Drafts | None, k: int) -> StepPlan:
