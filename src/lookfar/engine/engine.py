@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 
-from lookfar.core.jit import is_disabled
 from lookfar.core.torch_threads import one_torch_thread
 from lookfar.engine.batch import StepBatch
 from lookfar.engine.costs import known_costs, save_refined_costs
@@ -57,8 +56,6 @@ class Engine:
         draft_state: DraftState | None = None,
         costs: CostCurve | None = None,
     ) -> None:
-        if is_disabled():
-            raise ConfigError("NUMBA_DISABLE_JIT is set, and lookfar's host code runs only compiled: unset it.")
         self.runner = runner
         self.config = config or EngineConfig()
         self.draft_state = draft_state or DraftState(runner.model.vocab_size)  # of requests without one of their own

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s
+from lookfar.core.jit import is_disabled
 from lookfar.core.locks import fork_safe_lock
-from lookfar.errors import StoreError
+from lookfar.errors import ConfigError, StoreError
 from lookfar.retrieval.provenance import Provenance
 from lookfar.retrieval.recycle_file import FileArrays
 from lookfar.retrieval.store_file import (
@@ -68,6 +69,8 @@ class DraftStore:
         max_tokens: int = MAX_TOKENS,
         max_nodes: int = MAX_NODES,
     ) -> None:
+        if is_disabled():
+            raise ConfigError("NUMBA_DISABLE_JIT is set, and lookfar's host code runs only compiled: unset it.")
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.index = SuffixIndex(max_tokens, CHAINED_LENGTHS, ROOM)
