@@ -13,6 +13,7 @@ from pathlib import Path
 from lookfar.core import compile_ahead
 from lookfar.core.cache_dir import cache_dir
 from lookfar.core.compiled_dir import compiled_dir
+from lookfar.core.cores import cores
 from lookfar.version import __version__
 
 Facts = dict[str, str]
@@ -65,10 +66,9 @@ def machine() -> Facts:
     import torch
 
     memory = psutil.virtual_memory()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "processor": f"{_processor()}, {cores} cores, torch uses {torch.get_num_threads()} threads",
+        "processor": f"{_processor()}, {cores()} cores, torch uses {torch.get_num_threads()} threads",
         "memory": f"{_size(memory.available)} free of {_size(memory.total)}",
     }
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

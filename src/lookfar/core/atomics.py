@@ -13,6 +13,7 @@ from lookfar.core.jit import jit
 from lookfar.core.llvm import INT, IS_X86, LONG, external, instruction
 
 SPINS = 20_000  # looks before a waiting thread lets others run: about half a millisecond
+CACHE_LINE = 64  # bytes that a core gets to itself when it writes to one of them
 CAN_YIELD = os.name == "posix"
 
 

@@ -21,7 +21,8 @@ from numba.core import cgutils
 
 from lookfar.core.addresses import address_of
 from lookfar.core.arrays import Ints
-from lookfar.core.atomics import look, pause, relax, swap, take
+from lookfar.core.atomics import CACHE_LINE, look, pause, relax, swap, take
+from lookfar.core.cores import cores
 from lookfar.core.jit import jit
 from lookfar.core.llvm import BYTE, INT, LONG, external, instruction
 
@@ -30,12 +31,13 @@ PARTS_EACH = 2  # for each thread, so that one that is late holds up the others 
 CORES_EACH = 4  # cores of the machine for each thread that works on a step
 IDLE_SPINS = 40_000  # looks before a helper sleeps: one or two milliseconds, which is how long a GPU computes a step
 
-# Numbers that the threads share, each on a cache line of its own. JOB and DATA are addresses.
-JOB, DATA, PARTS, NEXT, OPEN, ACTIVE, CALLS, STOP, BUSY, HELPERS, ASLEEP, SEMAPHORES = (8 * i for i in range(12))
+BYTES = 8  # of a number that the threads share
+LINE = CACHE_LINE // BYTES  # numbers on a cache line
+# Each of them is on a cache line of its own. JOB and DATA are addresses. Every helper has two lines from ASLEEP on:
+# whether it sleeps, and its semaphore.
+JOB, DATA, PARTS, NEXT, OPEN, ACTIVE, CALLS, STOP, BUSY, HELPERS, ASLEEP, SEMAPHORES = (LINE * i for i in range(12))
 Team = tuple[int, int]  # for compiled code: an address, and the number of parts to divide work into
 ALONE: Team = (0, 1)
-LINE = 8  # numbers on a cache line; every helper has one from ASLEEP and one from SEMAPHORES on
-BYTES = 8
 
 
 @instruction
@@ -125,7 +127,7 @@ def _help(team, helper):  # type: ignore[no-untyped-def]
         else:
             swap(asleep, 1)
             called = look(team + BYTES * CALLS) != calls or look(team + BYTES * STOP)
-            if not (called and swap(asleep, 0)):  # otherwise nobody has posted
+            if not (called and swap(asleep, 0)):  # otherwise no post is on its way
                 wait_for_semaphore(team + BYTES * (SEMAPHORES + LINE * 2 * helper))
             spins = 0
 
@@ -201,11 +203,6 @@ class _Present(threading.local):
 _present = _Present()
 _starting = threading.Lock()
 _team: HostTeam | None = None
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def can_help() -> int:

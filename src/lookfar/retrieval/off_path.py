@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s
+from lookfar.core.atomics import CACHE_LINE
 from lookfar.core.jit import inline_jit
 from lookfar.core.tree import DEPTH, PARENT, TOKEN
 
@@ -23,7 +24,7 @@ MASS_BOUNDS: Floats = np.array([0.05, 0.3], np.float32)
 SHARE_BOUNDS: Floats = np.array([0.7, 0.45, 0.28, 0.17, 0.1, 0.06, 0.035, 0.02, 0.01], np.float32)
 LEAST = np.float32(1e-3)  # probability of a path, and of a token behind it, to be merged
 TOKENS, KINDS = range(2)  # of merged predictions: tokens, and 1 + mass * CLASSES + class; 0 for none
-LINE = 16  # numbers of four bytes on a cache line
+LINE = CACHE_LINE // 4  # numbers on a cache line
 ROOM = 128  # different tokens that are merged for a position
 
 

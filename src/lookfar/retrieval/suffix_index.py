@@ -120,18 +120,13 @@ class FollowedTexts:
         self.indexes = indexes
         self.addresses: Ints = np.array([index.address for index in indexes])
 
-    def sizes(self) -> Ints:
-        """Return how many tokens each index holds."""
-        sizes: Ints = sizes_of(self.addresses)
-        return sizes
-
     def find(self, texts: Seq[Seq[int]], wanted: Int32s, store: SuffixIndex | None = None) -> Matches:
         """Append what is new in each text, and find how it, or a text in the store, went on after such an end.
 
         `wanted` are the most matches in each of them and the tokens to copy from each, [texts, 2].
         """
         new: list[int] = []
-        starts, sizes = [0], self.sizes().tolist()
+        starts, sizes = [0], sizes_of(self.addresses).tolist()
         for index, ids, size in zip(self.indexes, texts, sizes, strict=True):
             if len(ids) > index.room:
                 index.make_room(len(ids))
@@ -170,6 +165,7 @@ def bucket_of(tokens, end, length, buckets):  # type: ignore[no-untyped-def]
 
 @jit
 def sizes_of(addresses):  # type: ignore[no-untyped-def]
+    """Return how many tokens each index holds."""
     sizes = np.empty(len(addresses), np.int64)
     for i in range(len(addresses)):
         sizes[i] = longs_at(addresses[i], 6)[SIZE]

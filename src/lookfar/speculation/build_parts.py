@@ -15,7 +15,7 @@ from lookfar.core.arrays import Floats, Int32s
 from lookfar.core.jit import inline_jit, jit
 from lookfar.speculation.acceptance import DRAFTS, MAX_CHILDREN, SOURCE
 from lookfar.speculation.candidates import COLUMNS, FIRST
-from lookfar.speculation.evidence import OWN_FEATURES, Children, new_children
+from lookfar.speculation.evidence import LINE, OWN_FEATURES, Children, new_children
 
 
 class Workspace(NamedTuple):
@@ -47,7 +47,7 @@ class Parts(NamedTuple):
 # Columns about a part: the next root to expand and the one behind its last, the next node to make, the nodes in its
 # heap, its picks, and how many it may have at present. The rest keeps parts on cache lines of their own.
 NEXT_ROOT, END_ROOT, NEXT_NODE, HEAP_SIZE, PICKS, MOST = range(6)
-PART_COLUMNS = 32
+PART_COLUMNS = 2 * LINE
 
 
 @inline_jit

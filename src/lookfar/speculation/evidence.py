@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lookfar.core.arrays import Floats, Int32s
+from lookfar.core.atomics import CACHE_LINE
 from lookfar.core.jit import inline_jit, jit
 from lookfar.retrieval.off_path import KINDS, TOKENS
 from lookfar.retrieval.recycle_table import NO_CONTEXT, TOP_K, find_pair, find_triple
@@ -51,7 +52,7 @@ BITS: Int32s = np.array([1 + age.bit_length() for age in range(256)], np.int32) 
 # (one past the last for none), and how many sources propose the child, with recycled predictions and runner-ups as one.
 DRAFTED, OF_TOKEN, OF_PAIR, OF_TRIPLE, RANK, OFF, BEST_SOURCE, PROPOSED_BY = range(8)
 NO_CHILD = np.int32(-1)
-LINE = 16  # numbers of four bytes on a cache line
+LINE = CACHE_LINE // 4  # numbers on a cache line
 OWN_FEATURES = 9  # beside noise and sources
 
 

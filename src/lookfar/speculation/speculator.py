@@ -84,7 +84,6 @@ class Speculator:
         self._remembered: Mapping[str, Experience] = {}  # of earlier processes
         self._step: StepRecord | None = None  # the one that was planned last
         self._unlearned: list[StepRecord] = []
-        self._unrated: list[StepRecord] = []  # that the controller has not been told about
         self._known_prices: dict[str, Prices] = {}  # by the kind of step
         self._drafting = Drafting([], [])  # of the last step that speculated
         self._facts = BatchFacts([])  # of the last step
@@ -106,7 +105,6 @@ class Speculator:
         """Plan the next forward pass of a batch."""
         if self._step is not None:  # outputs were delivered until now
             self._step.seconds = batch.started - self._step.batch.started
-            self._unrated.append(self._step)
         self._step = step = self._decide(batch)
         if limits.recurrent and not step.prefills and not step.speculates:
             batch.catch_up()
@@ -212,9 +210,8 @@ class Speculator:
         unlearned, self._unlearned = self._unlearned, []
         for step in unlearned:
             self._learn_from(step)
-        unrated, self._unrated = self._unrated, []
-        for step in unrated:
-            self._learn_rate(step)
+            if step.seconds:  # not of the last step before a pause
+                self._learn_rate(step)
         if self._step is not None and self._step.drafts is not None and len(self._step.drafts.members) > 1:
             wake_helpers()  # for the next plan
 
